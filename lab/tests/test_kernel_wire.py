@@ -236,6 +236,35 @@ def created_fragments() -> int:
     return json.loads(run(words))["kernel"]["IpFragCreates"]
 
 
+def test_other_filters_of_the_underlay_see_their_packets(hosts: list[Host]):
+    """The program at the underlay's device leaves what is not the wire's to the device's other filters."""
+    tc = ["ip", "netns", "exec", HOSTS[1], "tc"]
+    run([*tc, "qdisc", "replace", "dev", "eth0", "clsact"])
+    try:
+        # Drops all IPv4: one instruction that returns TC_ACT_SHOT.
+        run([*tc, *"filter add dev eth0 ingress protocol ip bpf direct-action bytecode".split(), "1,6 0 0 2,"])
+        words = [
+            "ip",
+            "netns",
+            "exec",
+            HOSTS[0],
+            "ping",
+            "-n",
+            "-q",
+            "-c",
+            "3",
+            "-i",
+            "0.01",
+            "-W",
+            "1",
+            UNDERLAY[4][1],
+        ]
+        assert "100% packet loss" in subprocess.run(words, check=False, capture_output=True, text=True).stdout
+    finally:
+        run([*tc, "qdisc", "del", "dev", "eth0", "clsact"])
+    wait_for_wire(hosts)
+
+
 def test_established_flows_outlive_a_hosts_vnetd(hosts: list[Host]):
     """Each vnetd is killed and started again under pings every 5 ms: the other host stays on the wire."""
     assert ping(20) == 20

@@ -24,7 +24,7 @@ use super::setup::{Feeder, InterfacePort, LinkPort, Port, Setup};
 use super::wire_path::WirePath;
 use crate::frame::{NetworkId, PortId};
 use crate::interface::{KernelDevice, veth, wire};
-use crate::kernel::{Destination, Kernel, Known, Target, Terms, now_ns};
+use crate::kernel::{Destination, Kernel, Known, Sender, Target, Terms, now_ns};
 use crate::link::{Courier, Link};
 use crate::route::{Flow, INSTALLED_MS, Install, Installed, Learned, Router, Verdicts};
 use crate::stats::PortStats;
@@ -135,7 +135,9 @@ impl Install for Installer {
         let until_ns = self.started_ns.saturating_add(verdict.until_ms.saturating_mul(NS_PER_MS));
         let flow = Known { network: flow.network, from: flow.from, dst: flow.dst, src: flow.src };
         let terms = Terms { until_ns, generation, buckets, versions };
-        self.kernel.flows().install(&flow, from.stats(), &way, &terms);
+        let payer = if matches!(from, Way::Host(_)) { way.port } else { flow.from };
+        let sender = Sender { stats: from.stats().clone(), payer };
+        self.kernel.flows().install(&flow, &sender, &way, &terms);
         // Refused ones are offered again, too.
         true
     }
@@ -298,8 +300,12 @@ impl KernelPath {
                     router.adopt(setup.table.clone());
                     router.offer_to(Verdicts { to: to.clone(), generation: setup.generation });
                 }
-                for Known { network, from, dst, src } in kernel.flows().sweep(now_ns, RENEW_AHEAD_NS) {
-                    router.renew(&Flow { network, src, dst, from }, now_ms);
+                for (flow, terms) in kernel.flows().sweep(now_ns, RENEW_AHEAD_NS) {
+                    // A frame of a flow that has changed comes up by itself. Until then nothing shows that its source is still there.
+                    if kernel.is_current(&terms) {
+                        let Known { network, from, dst, src } = flow;
+                        router.renew(&Flow { network, src, dst, from }, now_ms);
+                    }
                 }
                 kernel.tick(now_ns, end_ns);
                 rounds += 1;

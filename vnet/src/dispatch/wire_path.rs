@@ -30,6 +30,8 @@ use crate::wire::vxlan::WIRE_PORT;
 
 /// Target number of route queries per tick: with more links, ticks pass between two queries.
 const ROUTES_PER_TICK: usize = 64;
+/// Time from a failure to attach a program to a device of the underlay to the next attempt.
+const ATTACH_AGAIN_MS: u64 = 60_000;
 /// Maximum number of IP fragments of one frame.
 const FRAGMENTS_MAX: usize = 8;
 /// Bytes before a frame that came up: virtio-net header and head.
@@ -51,11 +53,18 @@ pub(super) struct WirePath {
     links: ArcSwap<HashMap<Ipv4Addr, Arc<Link>>>,
     /// Routes to these hosts over which programs send datagrams that they make themselves.
     underlay: ArcSwap<HashMap<Ipv4Addr, Underlay>>,
-    /// Programs at devices of the underlay, by index; `None`: the device takes none.
-    programs: Mutex<HashMap<u32, Option<AtUnderlay>>>,
+    /// Devices of the underlay, by index.
+    programs: Mutex<HashMap<u32, UnderlayDevice>>,
     ticks: AtomicUsize,
     /// Counters of frames that belong to no link.
     strangers: Arc<PortStats>,
+}
+
+/// A device of the underlay.
+struct UnderlayDevice {
+    program: Option<AtUnderlay>,
+    /// Without a program: the time of the next attempt.
+    again_ms: u64,
 }
 
 impl WirePath {
@@ -131,7 +140,7 @@ impl WirePath {
         let _one_at_a_time = self.programs.lock();
         let (links, underlay) = (self.links.load(), self.underlay.load());
         let peer = |(ip, link): (&Ipv4Addr, &Arc<Link>)| {
-            (*ip, Peer { port: link.port(), local: underlay.get(ip).map(|way| way.local) })
+            (*ip, Peer { port: link.port(), underlay: underlay.get(ip).copied() })
         };
         if let Err(error) = kernel.set_peers(&links.iter().map(peer).collect()) {
             tracing::warn!("some links have no wire: {error}");
@@ -156,29 +165,32 @@ impl WirePath {
                 None => {}
             }
         }
+        let ready: Vec<_> = links.iter().filter(|(_, link)| link.is_wire_ready(now_ms)).collect();
+        // Programs bypass IPsec policies: a host with any leaves all datagrams to its network stack.
+        let bypass = !ready.is_empty() && !underlay::has_ipsec_policies();
         // Each route costs two requests to the kernel.
         let tick = self.ticks.fetch_add(1, Relaxed);
-        if tick.is_multiple_of(1 + links.len() / ROUTES_PER_TICK) {
-            self.look_at_underlay(kernel, now_ms);
+        if !bypass {
+            self.look_at_underlay(kernel, &[], now_ms);
+        } else if tick.is_multiple_of(1 + links.len() / ROUTES_PER_TICK) {
+            self.look_at_underlay(kernel, &ready, now_ms);
         }
     }
 
-    /// Looks up the routes to all hosts, attaches programs to their devices, and ends flows whose route has changed.
-    fn look_at_underlay(&self, kernel: &Kernel, now_ms: u64) {
-        let links = self.links.load();
-        // Programs bypass IPsec policies: a host with any leaves all datagrams to its network stack.
-        let mut ready: Vec<_> = links.iter().filter(|(_, link)| link.is_wire_ready(now_ms)).collect();
-        if !ready.is_empty() && underlay::has_ipsec_policies() {
-            ready.clear();
-        }
+    /// Looks up the routes to the hosts of `ready`, attaches programs to their devices, and ends flows whose route has changed.
+    fn look_at_underlay(&self, kernel: &Kernel, ready: &[(&Ipv4Addr, &Arc<Link>)], now_ms: u64) {
         let way = |ip: Ipv4Addr| underlay::way_to(ip).map(|(device, local)| (ip, Underlay { device, local }));
         let mut found: HashMap<_, _> = ready.iter().filter_map(|(ip, _)| way(**ip)).collect();
         {
             let mut programs = self.programs.lock();
             programs.retain(|device, _| found.values().any(|way| way.device == *device));
             found.retain(|_, way| {
-                let program = programs.entry(way.device).or_insert_with(|| at_device(kernel, way.device));
-                program.is_some()
+                let known =
+                    programs.get(&way.device).is_some_and(|at| at.program.is_some() || now_ms < at.again_ms);
+                if !known {
+                    programs.insert(way.device, UnderlayDevice::open(kernel, way.device, now_ms));
+                }
+                programs.get(&way.device).is_some_and(|at| at.program.is_some())
             });
         }
         let before = self.underlay.swap(Arc::new(found.clone()));
@@ -186,7 +198,7 @@ impl WirePath {
             return;
         }
         self.set_peers(kernel);
-        for (ip, link) in &**links {
+        for (ip, link) in &**self.links.load() {
             if before.get(ip) != found.get(ip) {
                 kernel.flows().end(link.stats());
             }
@@ -194,12 +206,21 @@ impl WirePath {
     }
 }
 
-/// Has a program take the wire's datagrams at a device of the underlay. `None`: the device takes no program.
-fn at_device(kernel: &Kernel, device: u32) -> Option<AtUnderlay> {
-    kernel.attach_underlay(&(underlay::name_of(device)?, device)).unwrap_or_else(|error| {
-        tracing::info!("all datagrams of the wire pass the host's network stack: {error}");
-        None
-    })
+impl UnderlayDevice {
+    /// Has a program take the wire's datagrams at a device.
+    fn open(kernel: &Kernel, device: u32, now_ms: u64) -> UnderlayDevice {
+        let again_ms = now_ms + ATTACH_AGAIN_MS;
+        // A device without a name is gone.
+        let Some(name) = underlay::name_of(device) else { return UnderlayDevice { program: None, again_ms } };
+        match kernel.attach_underlay(&(name, device)) {
+            Ok(Some(program)) => UnderlayDevice { program: Some(program), again_ms },
+            Ok(None) => UnderlayDevice { program: None, again_ms: u64::MAX },
+            Err(error) => {
+                tracing::info!("all datagrams of the wire pass the host's network stack: {error}");
+                UnderlayDevice { program: None, again_ms }
+            }
+        }
+    }
 }
 
 /// The links of `setup` that may use the wire, by their other host's address.

@@ -1,7 +1,11 @@
 //! Installed flows: the programs' map, its limits per port, and the frames and bytes that flows have carried.
 //!
 //! A flow has a *slot*, the index of its tally. A slot stays taken for one sweep after its flow has ended, so that a program that
-//! still runs counts for the right flow. Bounded: [`FLOWS_MAX`] flows in all, [`FLOWS_PORT_MAX`] from one port; the newest is refused.
+//! still runs counts for the right flow.
+//!
+//! Bounded: [`FLOWS_MAX`] flows in all; the newest is refused. A flow is charged to the guest it comes from, or leads to if it comes
+//! from another host, so that no guest of that host can use up the share of the others. A guest has at most [`FLOWS_PORT_MAX`] flows,
+//! and no more than are still free: so many guests that scan the network together leave room for one more.
 
 use std::collections::HashMap;
 use std::net::Ipv4Addr;
@@ -18,7 +22,7 @@ use crate::stats::PortStats;
 use crate::wire::ethernet::{HEADER_LEN, Mac, VLAN_TAG_LEN};
 use crate::wire::vxlan::WIRE_PORT;
 
-/// Maximum number of flows from one port: a guest that scans the network uses a sixteenth of all.
+/// Maximum number of flows charged to one port: a guest that scans the network uses a sixteenth of all.
 pub const FLOWS_PORT_MAX: u32 = 4096;
 
 /// The conditions under which a verdict holds.
@@ -32,6 +36,15 @@ pub struct Terms {
     pub buckets: [u16; 2],
     /// See `buckets`.
     pub versions: [u32; 2],
+}
+
+/// An interface or a link that a flow comes from.
+#[derive(Clone, Debug)]
+pub struct Sender {
+    /// Its counters.
+    pub stats: Arc<PortStats>,
+    /// The guest that the flow is charged to.
+    pub payer: PortId,
 }
 
 /// An interface or a link that a flow leads to.
@@ -95,13 +108,14 @@ pub struct Carried {
 /// One flow's slot.
 struct Slot {
     key: FlowKey,
-    from: Arc<PortStats>,
+    from: Sender,
     to: Destination,
     /// Frames and bytes of the tally when the slot was taken.
     first: [u64; 2],
     /// Frames and bytes of the tally that both ports have.
     counted: [u64; 2],
-    until_ns: u64,
+    /// Absent until the flow is installed.
+    terms: Option<Terms>,
     /// Last use when it was installed.
     used_ns: u64,
 }
@@ -110,7 +124,7 @@ struct Book {
     map: BpfMap<MapData, FlowKey, FlowValue>,
     slots: HashMap<u32, Slot>,
     by_key: HashMap<FlowKey, u32>,
-    /// Flows by port.
+    /// Flows by the port that they are charged to.
     shares: HashMap<PortId, u32>,
     /// Slots that no flow uses. Those of `leaving` have lost theirs since the last sweep.
     free: Vec<u32>,
@@ -118,6 +132,8 @@ struct Book {
     /// Flows of a vnetd that has died, with their slots.
     adopted: HashMap<FlowKey, u32>,
     refused: u64,
+    /// Number of the last installation. It starts with the time, so that it is not one of a vnetd that has died.
+    id: u64,
 }
 
 /// The installed flows.
@@ -143,20 +159,23 @@ impl Flows {
             leaving: vec![],
             adopted,
             refused: 0,
+            id: super::now_ns(),
         };
         Flows { book: Mutex::new(book), tallies }
     }
 
-    /// Installs a flow from a port with counters `from`, or renews it. False: refused, vnetd goes on forwarding it.
-    pub fn install(&self, flow: &Known, from: &Arc<PortStats>, to: &Destination, terms: &Terms) -> bool {
+    /// Installs a flow, or renews it. False: refused, vnetd goes on forwarding it.
+    pub fn install(&self, flow: &Known, from: &Sender, to: &Destination, terms: &Terms) -> bool {
         let key = FlowKey::new(flow);
         let mut book = self.book.lock();
         let Some(slot) = book.slot(key, from, to, &self.tallies) else {
             book.refused += 1;
             return false;
         };
+        book.id += 1;
         let value = FlowValue {
             until_ns: terms.until_ns,
+            id: book.id,
             generation: terms.generation,
             buckets: terms.buckets.map(u32::from),
             versions: terms.versions,
@@ -169,7 +188,7 @@ impl Flows {
         if done {
             let used_ns = self.tallies.get()[slot as usize].used_ns.load(Relaxed);
             if let Some(slot) = book.slots.get_mut(&slot) {
-                (slot.until_ns, slot.used_ns) = (terms.until_ns, used_ns);
+                (slot.terms, slot.used_ns) = (Some(*terms), used_ns);
             }
         } else {
             book.remove(slot);
@@ -190,19 +209,20 @@ impl Flows {
         book.slots.iter_mut().for_each(|(at, slot)| slot.count(&self.tallies.get()[*at as usize]));
     }
 
-    /// Counts, lists flows that end within `ahead_ns` and were used since they were installed or listed, and removes others that
-    /// have ended.
-    pub fn sweep(&self, now_ns: u64, ahead_ns: u64) -> Vec<Known> {
+    /// Counts, lists flows that end within `ahead_ns` and were used since they were installed or listed, with their terms, and removes
+    /// others that have ended.
+    pub fn sweep(&self, now_ns: u64, ahead_ns: u64) -> Vec<(Known, Terms)> {
         let mut book = self.book.lock();
         let (mut used, mut ended) = (vec![], vec![]);
         for (at, slot) in &mut book.slots {
             let tally = &self.tallies.get()[*at as usize];
             slot.count(tally);
             let used_ns = tally.used_ns.load(Relaxed);
-            if slot.until_ns.saturating_sub(now_ns) < ahead_ns && used_ns > slot.used_ns {
+            let until_ns = slot.terms.map_or(0, |terms| terms.until_ns);
+            if until_ns.saturating_sub(now_ns) < ahead_ns && used_ns > slot.used_ns {
                 slot.used_ns = used_ns;
-                used.extend(slot.key.known());
-            } else if slot.until_ns <= now_ns {
+                used.extend(slot.key.known().zip(slot.terms));
+            } else if until_ns <= now_ns {
                 ended.push(*at);
             }
         }
@@ -285,7 +305,7 @@ impl Book {
     fn slot(
         &mut self,
         key: FlowKey,
-        from: &Arc<PortStats>,
+        from: &Sender,
         to: &Destination,
         tallies: &Mapping<Tally>,
     ) -> Option<u32> {
@@ -293,11 +313,15 @@ impl Book {
             let slot = self.slots.get_mut(at)?;
             // Frames so far went to the old destination.
             slot.count(&tallies.get()[*at as usize]);
-            (slot.from, slot.to) = (from.clone(), to.clone());
-            return Some(*at);
+            let payer = std::mem::replace(&mut slot.from, from.clone()).payer;
+            slot.to = to.clone();
+            let at = *at;
+            self.refund(payer);
+            *self.shares.entry(from.payer).or_default() += 1;
+            return Some(at);
         }
-        let share = self.shares.entry(key.from()).or_default();
-        if *share >= FLOWS_PORT_MAX {
+        let share = self.shares.entry(from.payer).or_default();
+        if *share >= FLOWS_PORT_MAX || *share as usize >= self.free.len() {
             return None;
         }
         let at = self.free.pop()?;
@@ -306,21 +330,25 @@ impl Book {
         let counted = [tally.frames.load(Relaxed), tally.bytes.load(Relaxed)];
         let used_ns = tally.used_ns.load(Relaxed);
         let (from, to) = (from.clone(), to.clone());
-        self.slots.insert(at, Slot { key, from, to, first: counted, counted, until_ns: 0, used_ns });
+        self.slots.insert(at, Slot { key, from, to, first: counted, counted, terms: None, used_ns });
         self.by_key.insert(key, at);
         Some(at)
     }
 
     /// Removes the flow in slot `at`; the slot is free after the next sweep.
     fn remove(&mut self, at: u32) {
-        let Some(key) = self.slots.get(&at).map(|slot| slot.key) else { return };
+        let Some((key, payer)) = self.slots.get(&at).map(|slot| (slot.key, slot.from.payer)) else { return };
         // Absent when its installation failed.
         let _ = self.map.remove(&key);
         if self.by_key.remove(&key).is_some() {
-            if let Some(share) = self.shares.get_mut(&key.from()) {
-                *share = share.saturating_sub(1);
-            }
+            self.refund(payer);
             self.leaving.push(at);
+        }
+    }
+
+    fn refund(&mut self, payer: PortId) {
+        if let Some(share) = self.shares.get_mut(&payer) {
+            *share = share.saturating_sub(1);
         }
     }
 }
@@ -331,8 +359,8 @@ impl Slot {
         let now = [tally.frames.load(Relaxed), tally.bytes.load(Relaxed)];
         let new = [0, 1].map(|at| now[at].wrapping_sub(self.counted[at]));
         self.counted = now;
-        self.from.in_frames.add(new[0]);
-        self.from.in_bytes.add(new[1]);
+        self.from.stats.in_frames.add(new[0]);
+        self.from.stats.in_bytes.add(new[1]);
         self.to.stats.delivered(new[0], new[1]);
     }
 }

@@ -63,7 +63,7 @@ use parking_lot::Mutex;
 use rustix::process::{Resource, Rlimit, setrlimit};
 use rustix::time::{ClockId, clock_gettime};
 
-pub use flows::{Carried, Destination, FLOWS_PORT_MAX, Flows, Target, Terms, Underlay};
+pub use flows::{Carried, Destination, FLOWS_PORT_MAX, Flows, Sender, Target, Terms, Underlay};
 pub use pins::{Outlive, PinOptions};
 pub use shared::{FLOWS_MAX, Known, VERSIONS, WireHead};
 
@@ -138,8 +138,8 @@ pub struct GuestDevice {
 pub struct Peer {
     /// Its link's port.
     pub port: PortId,
-    /// This host's address on the route to it, if programs may take its datagrams at the underlay's device.
-    pub local: Option<Ipv4Addr>,
+    /// The route to it, if programs may take its datagrams at the underlay's device.
+    pub underlay: Option<Underlay>,
 }
 
 /// A program at a device of the underlay. Dropping detaches it.
@@ -253,6 +253,15 @@ impl Kernel {
         unclaimed
     }
 
+    /// Whether the generation and the versions of `terms` are current.
+    pub fn is_current(&self, terms: &Terms) -> bool {
+        let state = self.state();
+        let is =
+            |bucket: u16| state.versions.get(usize::from(bucket)).map(|word| word.load(Ordering::Acquire));
+        state.generation.load(Ordering::Acquire) == terms.generation
+            && terms.buckets.map(is) == terms.versions.map(Some)
+    }
+
     /// How long the kernel forwards `flow` by itself, in milliseconds, if nothing changes; `None`: it comes up.
     pub fn lease_ms(&self, flow: &Known) -> Option<u64> {
         let value = self.flows.get(flow)?;
@@ -340,9 +349,13 @@ impl Kernel {
         for ip in known.iter().filter(|ip| !wanted.contains_key(&Ipv4Addr::from_bits(**ip))) {
             peers.remove(ip)?;
         }
-        for (ip, Peer { port: PortId(from), local }) in wanted {
-            let local = local.map_or(0, Ipv4Addr::to_bits);
-            peers.insert(ip.to_bits(), PeerValue { from: *from, zero: 0, local }, 0)?;
+        for (ip, Peer { port: PortId(from), underlay }) in wanted {
+            let (device, local) = underlay.map_or((0, 0), |way| (way.device, way.local.to_bits()));
+            let value = PeerValue { from: *from, zero: 0, device, local };
+            // Programs may be reading an entry that is replaced.
+            if !peers.get(&ip.to_bits(), 0).is_ok_and(|now| now == value) {
+                peers.insert(ip.to_bits(), value, 0)?;
+            }
         }
         Ok(())
     }

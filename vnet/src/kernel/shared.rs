@@ -68,6 +68,7 @@ const PEERS_MAX: u32 = 4096;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct FlowValue {
     pub(super) until_ns: u64,
+    pub(super) id: u64,
     pub(super) generation: u32,
     pub(super) buckets: [u32; 2],
     pub(super) versions: [u32; 2],
@@ -100,6 +101,7 @@ pub(super) struct PortValue {
 pub(super) struct PeerValue {
     pub(super) from: u16,
     pub(super) zero: u16,
+    pub(super) device: u32,
     pub(super) local: u32,
 }
 
@@ -202,11 +204,11 @@ mod tests {
         let (mut ours, mut probe) = layout! {
             "flow_key" = FlowKey { network, from, dst, src, zero }
             "flow" = FlowValue {
-                until_ns, generation, buckets, versions, slot, kind, device, own_address, len_max, remote, segment_max,
+                until_ns, id, generation, buckets, versions, slot, kind, device, own_address, len_max, remote, segment_max,
                 underlay, port, local, namespace
             }
             "port" = PortValue { network, from, mac, other }
-            "peer" = PeerValue { from, zero, local }
+            "peer" = PeerValue { from, zero, device, local }
             "wire_head" = WireHead { remote, network, from, zero }
             "tally" = Tally { frames, bytes, used_ns, zero }
             "state" = State { versions, generation, clock_ns, end_ns }

@@ -10,11 +10,11 @@ use aya::programs::{TestRun, TestRunOptions};
 
 use super::*;
 use crate::frame::NetworkId;
-use crate::stats::PortStats;
 use crate::wire::ethernet::HEADER_LEN;
 
 /// Verdicts of linux/pkt_cls.h.
-const TC_ACT_OK: u32 = 0;
+/// -1: the device's other filters and the network stack decide.
+const TC_ACT_UNSPEC: u32 = u32::MAX;
 const TC_ACT_SHOT: u32 = 2;
 const TC_ACT_REDIRECT: u32 = 7;
 /// `ifindex` of the loopback device, where test runs happen.
@@ -56,7 +56,7 @@ fn kernel() -> Option<Arc<Kernel>> {
 /// A kernel whose loopback device is a guest's, with what `program` says to a frame.
 struct Bench {
     kernel: Arc<Kernel>,
-    from: Arc<PortStats>,
+    from: Sender,
     to: Destination,
 }
 
@@ -68,7 +68,7 @@ impl Bench {
         kernel.set_generation(7);
         kernel.tick(NOW, u64::MAX);
         let to = guest();
-        Some(Bench { kernel, from: Arc::default(), to })
+        Some(Bench { kernel, from: sender(), to })
     }
 
     fn run(&self, program: &str, frame: &[u8]) -> u32 {
@@ -108,15 +108,19 @@ impl Bench {
     /// Sends a frame of `len` bytes; true when a flow took it.
     fn takes(&self, dst: Mac, len: usize) -> bool {
         self.kernel.flows().count();
-        let before = self.from.in_frames.get();
+        let before = self.from.stats.in_frames.get();
         assert_eq!(self.run("from_guest", &frame(dst, len)), TC_ACT_REDIRECT);
         self.kernel.flows().count();
-        self.from.in_frames.get() == before + 1
+        self.from.stats.in_frames.get() == before + 1
     }
 
     fn install(&self, terms: &Terms) -> bool {
         self.kernel.flows().install(&known(B), &self.from, &self.to, terms)
     }
+}
+
+fn sender() -> Sender {
+    Sender { stats: Arc::default(), payer: FROM }
 }
 
 fn guest() -> Destination {
@@ -146,7 +150,7 @@ fn terms() -> Terms {
 #[test]
 fn a_device_without_a_port_forwards_nothing() {
     let Some(kernel) = kernel() else { return };
-    let bench = Bench { kernel, from: Arc::default(), to: guest() };
+    let bench = Bench { kernel, from: sender(), to: guest() };
     for program in ["from_guest", "from_core", "from_wire", "try_wire"] {
         assert_eq!(bench.run(program, &frame(B, 60)), TC_ACT_SHOT);
     }
@@ -217,7 +221,7 @@ fn both_ports_count_what_a_flow_has_carried() {
     let Some(bench) = Bench::new() else { return };
     assert!(bench.install(&terms()));
     assert!(bench.takes(B, 60) && bench.takes(B, 1000));
-    assert_eq!((bench.from.in_frames.get(), bench.from.in_bytes.get()), (2, 1060));
+    assert_eq!((bench.from.stats.in_frames.get(), bench.from.stats.in_bytes.get()), (2, 1060));
     assert_eq!((bench.to.stats.out_frames.get(), bench.to.stats.out_bytes.get()), (2, 1060));
     let carried = Carried { flow: known(B), to: TO, frames: 2, bytes: 1060 };
     assert_eq!(bench.kernel.flows().largest(1), [carried]);
@@ -233,7 +237,17 @@ fn used_flows_are_listed_and_ended_ones_removed() {
     assert_eq!(flows.sweep(END - 10, 20), [], "not used");
     assert!(bench.takes(B, 60));
     assert_eq!(flows.sweep(END - 30, 20), [], "not yet");
-    assert_eq!(flows.sweep(END - 10, 20), [known(B)]);
+    let used = flows.sweep(END - 10, 20);
+    let [(flow, held)] = used[..] else { panic!("{used:?}") };
+    assert_eq!(flow, known(B));
+    // A source that has moved is not learned again where it was.
+    assert!(bench.kernel.is_current(&held));
+    bench.kernel[1].fetch_add(1, Ordering::Relaxed);
+    assert!(!bench.kernel.is_current(&held));
+    bench.kernel[1].fetch_sub(1, Ordering::Relaxed);
+    bench.kernel.set_generation(8);
+    assert!(!bench.kernel.is_current(&held));
+    bench.kernel.set_generation(7);
     assert!(bench.install(&Terms { until_ns: END, ..terms() }));
     assert_eq!(flows.sweep(END - 10, 20), [], "not used since it was renewed");
     assert_eq!(flows.len().0, 1);
@@ -255,14 +269,32 @@ fn a_port_fills_its_own_share_only() {
         Mac([2, 0, 1, b, c, d])
     };
     let flows = bench.kernel.flows();
-    let install = |flow: Known| flows.install(&flow, &bench.from, &bench.to, &terms());
+    let pays = |payer: u16, flow: Known| {
+        let from = Sender { payer: PortId(payer), ..bench.from.clone() };
+        flows.install(&flow, &from, &bench.to, &terms())
+    };
+    let install = |flow| pays(FROM.0, flow);
     // The port scans the network.
     const SCANNED: u32 = 1_000_000;
     let taken = (0..SCANNED).filter(|n| install(known(to(*n)))).count();
     assert_eq!(taken, FLOWS_PORT_MAX as usize);
     assert_eq!(flows.len(), (FLOWS_PORT_MAX as usize, u64::from(SCANNED - FLOWS_PORT_MAX)));
-    assert!(install(Known { from: PortId(4), ..known(B) }), "another port's share");
+    assert!(pays(4, Known { from: PortId(4), ..known(B) }), "another port's share");
     assert!(install(known(to(1))), "renewed at the limit");
+    // A flow that leads to another guest now is charged to that one.
+    assert!(pays(4, known(to(1))));
+    assert!(install(known(to(SCANNED))), "there is room for one more");
+    assert!(!install(known(to(SCANNED + 1))));
+    // Many scan it together: as much as each of them has is left for others.
+    let mut taken = [0_u32; 40];
+    for n in 0..5000 {
+        for (port, taken) in (100..).zip(&mut taken) {
+            *taken += u32::from(pays(port, Known { from: PortId(port), ..known(to(n)) }));
+        }
+    }
+    let others = (0..5000).filter(|n| pays(200, Known { from: PortId(200), ..known(to(*n)) })).count();
+    assert!(taken.iter().all(|taken| (1000..2000).contains(taken)), "{taken:?}");
+    assert!(others > 500, "{others}");
 }
 
 /// A bpffs of one test, unmounted when dropped.
@@ -365,7 +397,8 @@ fn the_wire_hears_tunnels_of_its_links_only() {
 }
 
 fn peer(port: u16) -> Peer {
-    Peer { port: PortId(port), local: Some(Ipv4Addr::new(192, 0, 2, 1)) }
+    let underlay = Underlay { device: LOOPBACK, local: Ipv4Addr::new(192, 0, 2, 1) };
+    Peer { port: PortId(port), underlay: Some(underlay) }
 }
 
 /// An ICMP echo from A to B. Its first bytes are those of an Ethernet frame that carries IPv4.
@@ -409,8 +442,11 @@ fn a_datagram_made_by_programs_is_taken_by_programs() {
     bench.to.target = Target::Guest { mac: B, namespace: Some(0) };
     let flow = Known { from: PortId(7), ..known(B) };
     assert!(bench.kernel.flows().install(&flow, &bench.from, &bench.to, &terms()));
-    let host = (TC_ACT_OK, datagram.clone());
+    let host = (TC_ACT_UNSPEC, datagram.clone());
     assert_eq!(bench.change("from_underlay", &datagram), host, "of no link");
+    let elsewhere = Underlay { device: LOOPBACK + 1, local };
+    bench.kernel.set_peers(&[(remote, Peer { underlay: Some(elsewhere), ..peer(7) })].into()).unwrap();
+    assert_eq!(bench.change("from_underlay", &datagram), host, "of another device");
     bench.kernel.set_peers(&[(remote, peer(7))].into()).unwrap();
     assert_eq!(bench.change("from_underlay", &datagram), (TC_ACT_REDIRECT, frame));
     // Every deviation sends the datagram to the host's network stack, unchanged.
@@ -437,7 +473,7 @@ fn a_datagram_made_by_programs_is_taken_by_programs() {
             let sum = !ones_complement(&datagram[14..34]);
             datagram[24..26].copy_from_slice(&sum.to_be_bytes());
         }
-        assert_eq!(bench.change("from_underlay", &datagram), (TC_ACT_OK, datagram.clone()), "{what}");
+        assert_eq!(bench.change("from_underlay", &datagram), (TC_ACT_UNSPEC, datagram.clone()), "{what}");
     }
     // Frames that were sent in one piece can be forwarded: IP options, fragments and any protocol.
     for (at, value) in [(64, 0x46), (70, 0x20), (73, 6), (73, 17)] {
@@ -449,11 +485,11 @@ fn a_datagram_made_by_programs_is_taken_by_programs() {
     // A super-frame must be for a TCP socket of the guest.
     for protocol in [1, 6, 17] {
         datagram[73] = protocol;
-        assert_eq!(bench.change_segmented("from_underlay", &datagram), (TC_ACT_OK, datagram.clone()));
+        assert_eq!(bench.change_segmented("from_underlay", &datagram), (TC_ACT_UNSPEC, datagram.clone()));
     }
     for len in 34..84 {
         let cut = &datagram[..len];
-        assert_eq!(bench.change("from_underlay", cut), (TC_ACT_OK, cut.to_vec()), "{len} bytes");
+        assert_eq!(bench.change("from_underlay", cut), (TC_ACT_UNSPEC, cut.to_vec()), "{len} bytes");
     }
 }
 

@@ -144,14 +144,14 @@ INLINE int may_leave_tunnel(struct __sk_buff *skb, __u32 at, const struct flow *
 	return ends;
 }
 
-/* The valid verdict for the frame at `at`, counted; 0: vnetd decides. Behind a tunnel's headers, only frames that programs may take
- * out of it have one. */
-INLINE struct flow *decide_at(struct __sk_buff *skb, __u32 at, __u16 from, __u32 network)
+/* Copies the valid verdict for the frame at `at` to `flow`, and counts the frame. 0: vnetd decides. Behind a tunnel's headers, only
+ * frames that programs may take out of it have a verdict. */
+INLINE int decide_at(struct __sk_buff *skb, __u32 at, __u16 from, __u32 network, struct flow *flow)
 {
 	/* Context fields are read once: clang would merge the loads into code that the verifier refuses. */
 	__u32 len = *(volatile __u32 *)&skb->len - at, segment = *(volatile __u32 *)&skb->gso_size;
 	struct flow_key key = { .network = network, .from = from };
-	struct flow *flow;
+	struct flow *found;
 	struct tally *tally;
 	__u64 now_ns;
 	__u32 slot;
@@ -162,9 +162,10 @@ INLINE struct flow *decide_at(struct __sk_buff *skb, __u32 at, __u16 from, __u32
 	/* vnetd answers, floods and limits group frames. */
 	if (key.dst[0] & 1)
 		return 0;
-	flow = bpf_map_lookup_elem(&flows, &key);
-	if (!flow)
+	found = bpf_map_lookup_elem(&flows, &key);
+	if (!found)
 		return 0;
+	*flow = *found;
 	if (at && !may_leave_tunnel(skb, at, flow, segment))
 		return 0;
 	now_ns = bpf_ktime_get_ns();
@@ -175,6 +176,10 @@ INLINE struct flow *decide_at(struct __sk_buff *skb, __u32 at, __u16 from, __u32
 	/* vnetd counts what is too long. */
 	if (segment ? flow->kind == TO_LINK && len > SUPER_FRAME_MAX : len > flow->len_max)
 		return 0;
+	/* Since Linux 6.1 the memory of an entry that vnetd replaces can become another flow's at once, while a program reads it. */
+	found = bpf_map_lookup_elem(&flows, &key);
+	if (!found || found->id != flow->id)
+		return 0;
 	slot = flow->slot;
 	tally = bpf_map_lookup_elem(&tallies, &slot);
 	if (!tally)
@@ -182,12 +187,12 @@ INLINE struct flow *decide_at(struct __sk_buff *skb, __u32 at, __u16 from, __u32
 	__sync_fetch_and_add(&tally->frames, 1);
 	__sync_fetch_and_add(&tally->bytes, (__u64)len);
 	tally->used_ns = now_ns;
-	return flow;
+	return 1;
 }
 
-INLINE struct flow *decide(struct __sk_buff *skb, __u16 from, __u32 network)
+INLINE int decide(struct __sk_buff *skb, __u16 from, __u32 network, struct flow *flow)
 {
-	return decide_at(skb, 0, from, network);
+	return decide_at(skb, 0, from, network, flow);
 }
 
 #endif

@@ -27,6 +27,8 @@ enum { TO_INTERFACE = 1, TO_LINK = 2 };
 struct flow {
 	/* Time of the state's clock at which it ends. */
 	__u64 until_ns;
+	/* Number of its installation. */
+	__u64 id;
 	/* Generation of the table that decided. */
 	__u32 generation;
 	/* Versions of two buckets. */
@@ -84,7 +86,8 @@ struct port {
 struct peer {
 	__u16 from;
 	__u16 zero;
-	/* This host's address on the route to it, where programs take its datagrams; otherwise 0. */
+	/* Device of the route to it and this host's address there, where programs take its datagrams; otherwise 0. */
+	__u32 device;
 	__u32 local;
 };
 
