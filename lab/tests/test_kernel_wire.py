@@ -242,24 +242,11 @@ def test_other_filters_of_the_underlay_see_their_packets(hosts: list[Host]):
     run([*tc, "qdisc", "replace", "dev", "eth0", "clsact"])
     try:
         # Drops all IPv4: one instruction that returns TC_ACT_SHOT.
-        run([*tc, *"filter add dev eth0 ingress protocol ip bpf direct-action bytecode".split(), "1,6 0 0 2,"])
-        words = [
-            "ip",
-            "netns",
-            "exec",
-            HOSTS[0],
-            "ping",
-            "-n",
-            "-q",
-            "-c",
-            "3",
-            "-i",
-            "0.01",
-            "-W",
-            "1",
-            UNDERLAY[4][1],
-        ]
-        assert "100% packet loss" in subprocess.run(words, check=False, capture_output=True, text=True).stdout
+        adds = [*tc, "filter", "add", "dev", "eth0", "ingress", "protocol", "ip"]
+        run([*adds, "bpf", "direct-action", "bytecode", "1,6 0 0 2,"])
+        words = ["ip", "netns", "exec", HOSTS[0], "ping", "-n", "-q", "-c", "3", "-i", "0.01", "-W", "1"]
+        done = subprocess.run([*words, UNDERLAY[4][1]], check=False, capture_output=True, text=True)
+        assert "100% packet loss" in done.stdout
     finally:
         run([*tc, "qdisc", "del", "dev", "eth0", "clsact"])
     wait_for_wire(hosts)

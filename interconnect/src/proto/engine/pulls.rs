@@ -180,6 +180,11 @@ impl Engine {
             let span = op.and_then(|op| op.span.part(pull.at, len));
             span.map(|span| (Source::Offer(number), span)).ok_or(Status::Cancelled)
         };
+        // The peer counts with offsets up to the end of what it asks for.
+        let found = match pull.offset.checked_add(len) {
+            Some(_) => found,
+            None => Err(Status::Protocol),
+        };
         let status = match (found, self.channels.get_mut(channel)) {
             (Ok((source, span)), Some(own)) => {
                 let serve = Serve { source, span, pull: pull.pull, offset: pull.offset, sent: 0, arrived: 0 };
