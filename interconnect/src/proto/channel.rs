@@ -122,6 +122,8 @@ pub(super) struct Op {
     pub(super) attempt: u8,
     /// The message is the first one after "receiver not ready".
     pub(super) resumes: bool,
+    /// The pull of a read that has started.
+    pub(super) pull: Option<u32>,
     /// `Channel::fetching` counts this operation.
     pub(super) is_fetching: bool,
     pub(super) deadline: u64,
@@ -247,6 +249,7 @@ pub(super) struct Channel {
     pub(super) waiting_bytes: usize,
     pub(super) control: VecDeque<What>,
     pub(super) flows: Vec<Flow>,
+    /// Index of the flow that sends next; 0 while there are none.
     pub(super) turn: usize,
     pub(super) serves: Slab<Serve>,
     pub(super) serving: VecDeque<u32>,

@@ -63,6 +63,11 @@ impl<T> Slab<T> {
         value.take()
     }
 
+    /// Iterates over the entries.
+    pub(super) fn iter(&self) -> impl Iterator<Item = &T> {
+        self.entries.iter().filter_map(|(_, value)| value.as_ref())
+    }
+
     /// Returns the numbers of the entries for which `f` returns true.
     pub(super) fn numbers(&self, mut f: impl FnMut(&T) -> bool) -> Vec<u32> {
         let entries = self.entries.iter().enumerate();

@@ -300,8 +300,13 @@ impl Engine {
         match end.subject {
             Subject::Operation => {
                 if let Some(op) = self.ops.get(end.number).filter(|op| op.channel == channel) {
-                    let len = if end.status == Status::Success { op.span.len() as u64 } else { 0 };
-                    self.complete_op(end.number, end.status, len);
+                    // The target reports success only for bytes that it pulled. Acknowledgements report all other successes.
+                    let (status, len) = match end.status {
+                        Status::Success if op.is_offered() => (Status::Success, op.span.len() as u64),
+                        Status::Success => (Status::Protocol, 0),
+                        failure => (failure, 0),
+                    };
+                    self.complete_op(end.number, status, len);
                 }
             }
             Subject::Pull => {

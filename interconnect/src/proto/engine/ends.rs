@@ -5,7 +5,7 @@ use super::super::endpoint::{Completion, Held, Kind, Peer};
 use super::super::status::Status;
 use super::super::window::Timeout;
 use super::super::wire::Body;
-use super::{Engine, Pull, Purpose};
+use super::{Engine, Purpose};
 
 /// Interval at which the timers are checked: half the shortest timer.
 const LOOK_NS: u64 = 500_000;
@@ -17,11 +17,9 @@ impl Engine {
     pub(super) fn complete_op(&mut self, id: u32, status: Status, len: u64) {
         let Some(op) = self.ops.remove(id) else { return };
         if let Form::Read { .. } = op.form {
-            let own = |pull: &Pull| matches!(pull.purpose, Purpose::Read(op) if op == id);
-            if status != Status::Success {
-                for pull in self.pulls.numbers(own) {
-                    self.remove_pull(pull);
-                }
+            // The memory belongs to the application again, so late bytes must not find the pull.
+            if let Some(pull) = op.pull {
+                self.remove_pull(pull);
             }
         } else if !op.is_eager {
             self.stop_serving(op.channel, Source::Offer(id), None);
@@ -159,12 +157,15 @@ impl Engine {
         }
     }
 
-    /// Latest time at which `tick` or `depart` has to be called again. `None`: only after the next packet or operation.
+    /// Latest time at which `tick` or `depart` has to be called again; it may have passed. `None`: only after the next packet or
+    /// operation.
     pub fn wake_at(&self, now: u64) -> Option<u64> {
         let mut wake: Option<u64> = None;
         let mut at = |time: u64| wake = Some(wake.map_or(time, |wake| wake.min(time)));
-        for number in self.channels.numbers(|_| true) {
-            let Some(channel) = self.channels.get(number) else { continue };
+        if !self.ready.is_empty() || !self.resets.is_empty() {
+            at(now);
+        }
+        for channel in self.channels.iter() {
             if channel.peer.is_none() {
                 at(channel.hello_at);
                 continue;
@@ -179,6 +180,6 @@ impl Engine {
         if self.ops.len() > 0 {
             at(now + DEADLINES_NS);
         }
-        wake.map(|wake| wake.max(now))
+        wake
     }
 }

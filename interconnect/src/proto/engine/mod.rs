@@ -326,9 +326,9 @@ impl Engine {
         self.endpoint(endpoint).map_or(0, |endpoint| endpoint.completions.len())
     }
 
-    /// Whether any endpoint has completions that the application has not taken yet.
-    pub fn has_completions(&self) -> bool {
-        self.endpoints.iter().flatten().any(|endpoint| !endpoint.completions.is_empty())
+    /// Whether channels may have packets to send.
+    pub fn has_departures(&self) -> bool {
+        !self.ready.is_empty()
     }
 
     /// Whether all posted operations have been acknowledged.

@@ -107,6 +107,7 @@ impl Engine {
             seq: None,
             attempt: 0,
             resumes: false,
+            pull: None,
             is_fetching: false,
             deadline: match self.config.operation_timeout_ns {
                 0 => u64::MAX,

@@ -15,7 +15,7 @@ use super::{Engine, Pull, PullSource, Purpose};
 const CHUNK: u64 = 256 << 10;
 
 impl Engine {
-    /// Starts to pull the bytes of an offer or a region.
+    /// Starts to pull the bytes of an offer or a region. Returns the number of the pull.
     pub(super) fn start_pull(
         &mut self,
         channel: u32,
@@ -23,24 +23,28 @@ impl Engine {
         to: u16,
         span: Span,
         purpose: Purpose,
-    ) {
+    ) -> Option<u32> {
         let is_empty = span.is_empty();
         let pull = Pull { channel, source, to, span, asked: 0, received: 0, purpose };
-        match self.pulls.insert(pull) {
-            Some(id) if is_empty => self.finish_pull(id, Status::Success),
-            Some(id) => {
-                self.pulls_waiting.push_back(id);
-                self.make_ready(channel);
-            }
-            None => debug_assert!(false, "callers look for room first"),
+        let id = self.pulls.insert(pull);
+        debug_assert!(id.is_some(), "callers look for room first");
+        if is_empty {
+            self.finish_pull(id?, Status::Success);
+        } else {
+            self.pulls_waiting.push_back(id?);
+            self.make_ready(channel);
         }
+        id
     }
 
     pub(super) fn start_read(&mut self, id: u32) {
         let Some(op) = self.ops.get_mut(id) else { return };
         let Form::Read { key, at } = op.form else { return };
         let (channel, to, span) = (op.channel, op.to, op.span);
-        self.start_pull(channel, PullSource::Key { key, at }, to, span, Purpose::Read(id));
+        let pull = self.start_pull(channel, PullSource::Key { key, at }, to, span, Purpose::Read(id));
+        if let Some(op) = self.ops.get_mut(id) {
+            op.pull = pull;
+        }
     }
 
     /// Starts to pull a peer's large write.

@@ -2,6 +2,8 @@
 
 mod cases;
 mod goodput;
+mod hostile;
 mod model;
+mod stranger;
 mod wire;
 mod world;
