@@ -47,7 +47,12 @@ impl Engine {
             return Some(self.departure(to, &header, Span::EMPTY));
         }
         self.ask();
-        while let Some(number) = self.ready.front().copied() {
+        loop {
+            // Reads start their pulls when the flows cut them, so there may be bytes to request that there were not before.
+            if self.ready.is_empty() {
+                self.ask();
+            }
+            let Some(number) = self.ready.front().copied() else { break };
             if let Some(departure) = self.depart_from(now, number) {
                 if self.counters.packets_out.is_multiple_of(u64::from(TURN)) {
                     self.ready.rotate_left(1);
@@ -183,15 +188,15 @@ impl Engine {
         }
     }
 
-    /// Cuts the next fragment, offer or request of the flows. The flows take turns; a turn is one whole operation.
+    /// Cuts the next fragment, offer or request of the flows. The flows take turns; a turn is one whole operation, because the
+    /// target assembles one message of a channel at a time.
     fn next_of_flows(&mut self, now: u64, number: u32) -> Option<Cut> {
         let flows = self.channels.get(number)?.flows.len();
         for _ in 0..flows {
-            let channel = self.channels.get_mut(number)?;
-            let turn = channel.turn % flows;
+            let turn = self.channels.get(number)?.turn;
             match self.next_of_flow(now, number, turn) {
                 Some(cut) => return Some(cut),
-                None => self.channels.get_mut(number)?.turn = turn + 1,
+                None => self.channels.get_mut(number)?.turn = (turn + 1) % flows,
             }
         }
         None
@@ -234,13 +239,15 @@ impl Engine {
                 op.is_fetching = true;
             }
             let what = cut_op(op, id, datagram);
+            // A flow that joins now must not cut the operation in half, so the turn is always the index of a flow.
+            channel.turn = turn;
             if op.sent as usize == op.span.len() || !op.is_eager {
                 flow.queue.pop_front();
                 while flow.sent.front().is_some_and(|id| self.ops.get(*id).is_none()) {
                     flow.sent.pop_front();
                 }
                 flow.sent.push_back(id);
-                channel.turn = turn + 1;
+                channel.turn = (turn + 1) % channel.flows.len();
             }
             return Some(self.cut_again(number, what));
         }

@@ -99,11 +99,13 @@ impl Engine {
         }
     }
 
-    /// Drops a partially received message whose remaining fragments will not come.
+    /// Drops a partially received message whose remaining fragments will not come, or have no endpoint any more. The origin must
+    /// not take their acknowledgements for success.
     pub(super) fn abandon_assembly(&mut self, channel: u32) {
         let Some(assembly) = self.channels.get_mut(channel).and_then(|own| own.assembly.take()) else {
             return;
         };
+        self.fail_operation(channel, assembly.op, Status::NotReady);
         match assembly.target {
             Assembled::Posted(_, mut completion) => {
                 completion.status = Status::Cancelled;

@@ -2,7 +2,7 @@
 
 use super::world::{CLEAN, World};
 use crate::proto::{
-    Atomic, Change, Config, Datatype, Kind, Match, Outgoing, PostError, Receive, Shape, Span, Status,
+    Atomic, Change, Config, Datatype, Kind, Match, Outgoing, Peer, PostError, Receive, Shape, Span, Status,
 };
 
 const MESSAGE: Shape = Shape::Message { tag: None };
@@ -87,6 +87,53 @@ fn peers_reach_only_what_is_registered() {
     assert!(world.nodes[1].engine.deregister(key));
     world.post(0, 1, Shape::Write { key, at: 0 }, span, 11).unwrap();
     assert_eq!(world.wait(0).status, Status::BadKey);
+}
+
+#[test]
+fn a_new_flow_cuts_no_message_in_half() {
+    const LEN: usize = 16_000;
+    let mut world = world(2);
+    world.nodes[1].engine.open(Some(1)).unwrap();
+    for context in 0..20 {
+        let span = world.span(1, context * LEN, LEN);
+        world.receive(1, None, span, context as u64);
+    }
+    let source = world.span(0, 0, LEN);
+    world.post(0, 1, MESSAGE, source, 0).unwrap();
+    assert_eq!(world.wait(1).status, Status::Success);
+    for context in 1..20 {
+        fill(&mut world, 0, context * LEN, LEN, context);
+        let span = world.span(0, context * LEN, LEN);
+        world.post(0, 1, MESSAGE, span, context as u64).unwrap();
+    }
+    // The window is full in the middle of a message when the first operation to another endpoint is posted.
+    world.step();
+    let other = Peer { endpoint: 1, ..world.peer(1) };
+    let out = Outgoing {
+        shape: MESSAGE,
+        span: source,
+        data: None,
+        context: 99,
+        is_buffered: false,
+        is_quiet: false,
+    };
+    world.nodes[0].engine.post(world.now, 0, other, &out).unwrap();
+    for context in 1..20 {
+        let received = world.wait(1);
+        assert_eq!((received.status, received.context), (Status::Success, context as u64));
+        assert!(same(&world, (0, context * LEN), (1, context * LEN), LEN));
+    }
+}
+
+#[test]
+fn a_message_whose_endpoint_closes_halfway_is_no_success() {
+    let mut world = world(2);
+    let span = world.span(0, 0, 16_000);
+    world.post(0, 1, MESSAGE, span, 1).unwrap();
+    world.network.byte_ps = 8_000_000;
+    world.run(50_000_000);
+    world.nodes[1].engine.close(0);
+    assert_eq!(world.wait(0).status, Status::NotReady);
 }
 
 #[test]
