@@ -158,7 +158,7 @@ void vnet_rdma_pause(vnet_rdma_endpoint *endpoint, uint32_t timeout_ms);
 /* A descriptor for poll() and the like, or a negative errno: readable when there may be something to take. Before waiting on it take completions
  * until there are none, and call vnet_rdma_pause() with 0 so that peers get their answers. It belongs to the node. */
 int vnet_rdma_descriptor(vnet_rdma_endpoint *endpoint);
-/* Wakes a thread that waits on the descriptor, or in a call of this endpoint after the descriptor was asked for. */
+/* Wakes a thread that waits on the descriptor, or in a call of this endpoint. */
 void vnet_rdma_wake(vnet_rdma_endpoint *endpoint);
 
 #ifdef __cplusplus

@@ -4,6 +4,7 @@ use std::io::{BufRead, BufReader};
 use std::net::UdpSocket;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use vnet_rdma::{Access, Endpoint, Kind, Node, Options, Peer, Region, Status};
@@ -129,6 +130,83 @@ fn peers_are_served_while_the_application_computes() {
     let mut bytes = [0; 5];
     local.copy_to((3 << 20) - 5, &mut bytes).unwrap();
     assert_eq!(&bytes, b"bytes");
+}
+
+/// The library thread sleeps without a timer when the program posts and then blocks without a call of the library, so the call that
+/// posts has to wake it: otherwise nobody repeats the lost handshake.
+#[test]
+fn packets_are_sent_again_while_the_program_blocks() {
+    let (_a, endpoint, _) = node();
+    let region = Region::new(&endpoint, 8, BOTH).unwrap();
+    let descriptor = endpoint.descriptor().unwrap();
+    let gone = UdpSocket::bind("127.0.0.1:0").unwrap();
+    let address = gone.local_addr().unwrap();
+    std::thread::sleep(Duration::from_millis(100));
+    endpoint.send(Peer { address, endpoint: 0 }, region.span(0, 8).unwrap(), None, 1).unwrap();
+    endpoint.pause(Duration::ZERO);
+    drop(gone);
+    let options = Options { bind: address, ..Options::default() };
+    let node = Node::open(&options).unwrap();
+    let _other = node.endpoint(Some(0)).unwrap();
+    let mut polled = libc::pollfd { fd: descriptor, events: libc::POLLIN, revents: 0 };
+    // SAFETY: the entry outlives the call.
+    assert_eq!(unsafe { libc::poll(&mut polled, 1, 60_000) }, 1);
+    assert_eq!(endpoint.wait(Some(Duration::from_secs(60))).unwrap().status, Status::Success);
+}
+
+/// One thread sleeps in `wait` without a timer; another one posts on another endpoint and then calls no more.
+#[test]
+fn a_sleeping_thread_wakes_for_the_timer_of_another_ones_operation() {
+    let options = Options { bind: "127.0.0.1:0".parse().unwrap(), has_thread: false, ..Options::default() };
+    let a = Node::open(&options).unwrap();
+    let (sleeps, posts) = (a.endpoint(Some(0)).unwrap(), a.endpoint(Some(1)).unwrap());
+    let (region, inbox) = (Region::new(&posts, 8, BOTH).unwrap(), Region::new(&sleeps, 8, BOTH).unwrap());
+    sleeps.receive(inbox.span(0, 8).unwrap(), 2).unwrap();
+    let gone = UdpSocket::bind("127.0.0.1:0").unwrap();
+    let address = gone.local_addr().unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| assert!(sleeps.wait(Some(Duration::from_secs(60))).is_some()));
+        std::thread::sleep(Duration::from_millis(100));
+        posts.send(Peer { address, endpoint: 0 }, region.span(0, 8).unwrap(), None, 1).unwrap();
+        drop(gone);
+        let node = Node::open(&Options { bind: address, ..Options::default() }).unwrap();
+        let other = node.endpoint(Some(0)).unwrap();
+        // The peer gets the message only if the sleeping thread repeats the handshake; its answer ends that thread.
+        let target = Region::new(&other, 8, BOTH).unwrap();
+        other.receive(target.span(0, 8).unwrap(), 0).unwrap();
+        let from = wait(&other, Kind::Receive).peer;
+        other.send(Peer { endpoint: 0, ..from }, target.span(0, 8).unwrap(), None, 0).unwrap();
+        assert_eq!(wait(&other, Kind::Send).status, Status::Success);
+    });
+}
+
+/// The thread that polls one endpoint receives the packets of another endpoint, whose thread sleeps.
+#[test]
+fn a_thread_that_polls_wakes_the_one_that_sleeps() {
+    let ((a, first, peer), (_b, other, _)) = (node(), node());
+    let second = a.endpoint(Some(1)).unwrap();
+    let (target, source) = (Region::new(&first, 8, BOTH).unwrap(), Region::new(&other, 8, BOTH).unwrap());
+    let is_over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !is_over.load(Ordering::Relaxed) {
+                assert!(second.poll().is_none());
+            }
+        });
+        let begin = Instant::now();
+        for context in 0..10 {
+            first.receive(target.span(0, 8).unwrap(), context).unwrap();
+            let sleeper = scope.spawn(|| first.wait(Some(Duration::from_secs(60))));
+            std::thread::sleep(Duration::from_millis(20));
+            other.send(peer, source.span(0, 8).unwrap(), None, 0).unwrap();
+            let received = sleeper.join().unwrap().map(|received| received.context);
+            if received != Some(context) || begin.elapsed() > Duration::from_secs(50) {
+                is_over.store(true, Ordering::Relaxed);
+                panic!("{received:?} after {:?}", begin.elapsed());
+            }
+        }
+        is_over.store(true, Ordering::Relaxed);
+    });
 }
 
 /// All processor time of this process, in hundredths of a second.

@@ -6,6 +6,9 @@
 //! socket, so that a message wakes no other process or thread.
 //!
 //! `wait` polls for `SPIN_NS`, then sleeps on the socket.
+//!
+//! Each sleeping thread wakes for the engine's next timer. A call that starts an earlier timer wakes a thread that would sleep
+//! beyond it (`rouse`), and a call that receives packets for other endpoints wakes the threads that wait there (`signal`).
 
 mod notice;
 mod region;
@@ -13,8 +16,8 @@ mod socket;
 
 use std::collections::HashSet;
 use std::io;
-use std::net::{Ipv4Addr, SocketAddr, ToSocketAddrs, UdpSocket};
-use std::os::fd::{AsRawFd, RawFd};
+use std::net::{Ipv4Addr, SocketAddr, ToSocketAddrs};
+use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::thread::JoinHandle;
@@ -26,7 +29,7 @@ use crate::proto::{
     Access, Completion, Config, Counters, Engine, Key, Match, Outgoing, Peer, PostError, Receive, Seen,
     Shape, Span,
 };
-use notice::Notice;
+use notice::{Event, Notice};
 pub use region::Region;
 use socket::{Socket, datagram_to, segments, wait_readable};
 
@@ -83,20 +86,38 @@ struct Inner {
     known: HashSet<SocketAddr>,
     /// Memory of the regions, which the node frees when it is dropped.
     kept: Vec<Arc<[AtomicU8]>>,
-    /// Created when the application first requests its descriptor.
-    notice: Option<Notice>,
+    /// By endpoint number. Created when a thread first sleeps on the endpoint, or requests its descriptor.
+    notices: Vec<(u16, Notice)>,
 }
 
 impl Inner {
-    fn raise(&mut self) {
-        if let Some(notice) = &mut self.notice {
-            notice.raise();
+    fn notice(&mut self, endpoint: u16) -> Option<&mut Notice> {
+        self.notices.iter_mut().find(|(number, _)| *number == endpoint).map(|(_, notice)| notice)
+    }
+
+    fn new_notice(&mut self, endpoint: u16) -> io::Result<&mut Notice> {
+        let place = match self.notices.iter().position(|(number, _)| *number == endpoint) {
+            Some(place) => place,
+            None => {
+                self.notices.push((endpoint, Notice::new()?));
+                self.notices.len() - 1
+            }
+        };
+        Ok(&mut self.notices[place].1)
+    }
+
+    fn lower(&mut self, endpoint: u16) {
+        if let Some(notice) = self.notice(endpoint) {
+            notice.lower();
         }
     }
 
-    fn lower(&mut self) {
-        if let Some(notice) = &mut self.notice {
-            notice.lower();
+    /// Wakes threads that wait for completions which are queued now. `own`: the endpoint whose completions the caller takes.
+    fn signal(&mut self, own: Option<u16>) {
+        for (number, notice) in &mut self.notices {
+            if notice.is_awaited(own == Some(*number)) && self.engine.waiting(*number) > 0 {
+                notice.raise();
+            }
         }
     }
 }
@@ -109,8 +130,10 @@ struct Shared {
     sleeping: AtomicU32,
     is_closing: AtomicBool,
     descriptor: RawFd,
-    /// Socket pair: a datagram from the second socket to the first one wakes the library thread.
-    wake: (UdpSocket, UdpSocket),
+    /// Wakes the library thread.
+    wake: Event,
+    /// Time at which the library thread wakes by itself, or 0 if that is within `LOOK`. It grows only under the lock of `inner`.
+    attends_at: AtomicU64,
     address: SocketAddr,
 }
 
@@ -137,37 +160,72 @@ impl Shared {
 
     fn send(&self, inner: &mut Inner) {
         let now = self.now();
+        let mut sent = false;
         while let Some(packet) = inner.engine.depart(now) {
             inner.socket.send(packet);
+            sent = true;
         }
         inner.socket.flush();
+        if sent {
+            self.rouse(inner);
+        }
+    }
+
+    /// Makes sure that a thread wakes for the engine's next timer, because the caller may not call again for a long time. Threads
+    /// that wake soon anyway are left alone.
+    fn rouse(&self, inner: &mut Inner) {
+        let now = self.now();
+        let soon = now + 2 * LOOK.as_nanos() as u64;
+        let attends_at = self.attends_at.load(Ordering::Relaxed);
+        let is_late = |notice: &Notice, at: u64| notice.sleepers > 0 && notice.until > at;
+        if attends_at <= soon && !inner.notices.iter().any(|(_, notice)| is_late(notice, soon)) {
+            return;
+        }
+        let Some(at) = inner.engine.wake_at(now).map(|at| at.max(soon)) else { return };
+        if attends_at > at {
+            self.attends_at.store(0, Ordering::Relaxed);
+            self.wake.raise();
+        }
+        inner.notices.iter_mut().filter(|(_, notice)| is_late(notice, at)).for_each(|(_, n)| n.raise());
+    }
+
+    /// Whether a timer has been due for longer than `LOOK`, although threads sleep that wake for timers.
+    fn is_overdue(&self) -> bool {
+        let now = self.now();
+        let inner = self.inner.try_lock();
+        let at = inner.and_then(|inner| inner.engine.wake_at(now));
+        at.is_some_and(|at| at + (LOOK.as_nanos() as u64) < now)
     }
 
     /// Body of the library thread: makes progress while the application does not.
     fn attend(&self) {
         let mut seen = 0;
-        while !self.is_closing.load(Ordering::Acquire) {
-            let polled = self.polled.load(Ordering::Relaxed);
-            if polled != seen || self.sleeping.load(Ordering::Relaxed) > 0 {
-                seen = polled;
-                wait_readable(&[self.wake.0.as_raw_fd()], Some(LOOK.as_nanos() as u64));
-                continue;
+        loop {
+            // Before the check, so that the event that closing raises stays raised or is no longer needed.
+            self.wake.lower();
+            if self.is_closing.load(Ordering::Acquire) {
+                return;
             }
+            let polled = self.polled.load(Ordering::Relaxed);
+            let is_attended = std::mem::replace(&mut seen, polled) != polled
+                || self.sleeping.load(Ordering::Relaxed) > 0 && !self.is_overdue();
             // The thread that holds the lock makes progress.
-            let Some(mut inner) = self.inner.try_lock() else {
-                wait_readable(&[self.wake.0.as_raw_fd()], Some(LOOK.as_nanos() as u64));
+            let inner = if is_attended { None } else { self.inner.try_lock() };
+            let Some(mut inner) = inner else {
+                wait_readable(&[self.wake.descriptor()], Some(LOOK.as_nanos() as u64));
                 continue;
             };
             self.progress(&mut inner);
             inner.engine.hurry();
             self.send(&mut inner);
-            if inner.notice.is_some() && inner.engine.has_completions() {
-                inner.raise();
-            }
+            inner.signal(None);
             let now = self.now();
-            let sleep = inner.engine.wake_at(now).map(|at| at - now);
+            let wake_at = inner.engine.wake_at(now);
+            self.attends_at.store(wake_at.unwrap_or(u64::MAX), Ordering::Relaxed);
             drop(inner);
-            wait_readable(&[self.descriptor, self.wake.0.as_raw_fd()], sleep);
+            let sleep = wake_at.map(|at| at.saturating_sub(now));
+            wait_readable(&[self.descriptor, self.wake.descriptor()], sleep);
+            self.attends_at.store(0, Ordering::Relaxed);
         }
     }
 }
@@ -190,14 +248,16 @@ impl Node {
         }
         let epoch = SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |since| since.as_nanos() as u64);
         let engine = Engine::new(config, epoch, random()?);
+        let inner = Inner { engine, socket, known: HashSet::new(), kept: vec![], notices: vec![] };
         let shared = Arc::new(Shared {
-            descriptor: socket.descriptor(),
-            inner: Mutex::new(Inner { engine, socket, known: HashSet::new(), kept: vec![], notice: None }),
+            descriptor: inner.socket.descriptor(),
+            inner: Mutex::new(inner),
             start: Instant::now(),
             polled: AtomicU64::new(0),
             sleeping: AtomicU32::new(0),
             is_closing: AtomicBool::new(false),
-            wake: pair().map_err(refused)?,
+            wake: Event::new().map_err(refused)?,
+            attends_at: AtomicU64::new(0),
             address,
         });
         let thread = options.has_thread.then(|| {
@@ -245,7 +305,7 @@ impl Drop for Node {
             wait_readable(&[self.shared.descriptor], Some(1_000_000));
         }
         self.shared.is_closing.store(true, Ordering::Release);
-        let _ = self.shared.wake.1.send(&[0]);
+        self.shared.wake.raise();
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
@@ -276,7 +336,10 @@ impl Endpoint {
 
     /// Deregisters memory. When this call returns, no peer reads or writes the memory any more.
     pub fn deregister(&self, key: Key) -> Result<(), Error> {
-        let known = self.shared.inner.lock().engine.deregister(key);
+        let mut inner = self.shared.inner.lock();
+        let known = inner.engine.deregister(key);
+        self.shared.send(&mut inner);
+        drop(inner);
         if known { Ok(()) } else { Err(PostError::UnknownKey.into()) }
     }
 
@@ -292,6 +355,9 @@ impl Endpoint {
         }
         inner.engine.post(self.shared.now(), self.number, peer, out)?;
         self.shared.send(&mut inner);
+        // The operation may start a timer although nothing could be sent, and a buffered one has completed.
+        self.shared.rouse(&mut inner);
+        inner.signal(Some(self.number));
         Ok(())
     }
 
@@ -300,6 +366,7 @@ impl Endpoint {
         let mut inner = self.shared.inner.lock();
         inner.engine.post_receive(self.number, receive)?;
         self.shared.send(&mut inner);
+        inner.signal(Some(self.number));
         Ok(())
     }
 
@@ -346,6 +413,7 @@ impl Endpoint {
         let mut inner = self.shared.inner.lock();
         self.shared.polled.fetch_add(1, Ordering::Relaxed);
         self.shared.progress(&mut inner);
+        inner.signal(Some(self.number));
         inner.engine.peek(self.number, matching, claim)
     }
 
@@ -354,6 +422,7 @@ impl Endpoint {
         let mut inner = self.shared.inner.lock();
         let taken = inner.engine.receive_claimed(self.number, claim, span, context);
         self.shared.send(&mut inner);
+        inner.signal(Some(self.number));
         taken
     }
 
@@ -361,17 +430,30 @@ impl Endpoint {
     pub fn poll(&self) -> Option<Completion> {
         let mut inner = self.shared.inner.lock();
         self.shared.polled.fetch_add(1, Ordering::Relaxed);
-        inner.lower();
-        if let Some(completion) = inner.engine.poll(self.number) {
-            return Some(completion);
+        inner.lower(self.number);
+        let mut completion = inner.engine.poll(self.number);
+        if completion.is_none() {
+            self.shared.progress(&mut inner);
+            completion = inner.engine.poll(self.number);
         }
-        self.shared.progress(&mut inner);
-        inner.engine.poll(self.number)
+        self.finish_taking(&mut inner);
+        completion
     }
 
     /// Takes one queued completion without making progress.
     pub fn take(&self) -> Option<Completion> {
-        self.shared.inner.lock().engine.poll(self.number)
+        let mut inner = self.shared.inner.lock();
+        let completion = inner.engine.poll(self.number);
+        self.finish_taking(&mut inner);
+        completion
+    }
+
+    /// Sends the credits that taking completions returns, and wakes the threads that wait for other completions.
+    fn finish_taking(&self, inner: &mut Inner) {
+        if inner.engine.has_departures() {
+            self.shared.send(inner);
+        }
+        inner.signal(Some(self.number));
     }
 
     /// Waits for a completion: polls for 50 us, then sleeps. Returns `None` if the time expires.
@@ -402,16 +484,16 @@ impl Endpoint {
     /// wait. The descriptor stays open as long as the node.
     pub fn descriptor(&self) -> Result<RawFd, Error> {
         let mut inner = self.shared.inner.lock();
-        if inner.notice.is_none() {
-            let notice = Notice::new(self.shared.descriptor);
-            inner.notice = Some(notice.map_err(|error| Error::Socket(self.shared.address, error))?);
-        }
-        Ok(inner.notice.as_ref().map_or(-1, Notice::descriptor))
+        let descriptor =
+            inner.new_notice(self.number).and_then(|notice| notice.watch(self.shared.descriptor));
+        descriptor.map_err(|error| Error::Socket(self.shared.address, error))
     }
 
-    /// Wakes a thread that sleeps on the descriptor, or that sleeps in `pause` or `wait` after the descriptor was requested.
+    /// Wakes a thread that sleeps on the endpoint's descriptor, or in `pause` or `wait`.
     pub fn wake(&self) {
-        self.shared.inner.lock().raise();
+        if let Some(notice) = self.shared.inner.lock().notice(self.number) {
+            notice.raise();
+        }
     }
 
     /// Sleeps until there may be completions to take, or until the time expires.
@@ -425,23 +507,38 @@ impl Endpoint {
         let mut inner = shared.inner.lock();
         inner.engine.hurry();
         shared.send(&mut inner);
-        if inner.engine.waiting(self.number) > 0 {
+        let now = shared.now();
+        if inner.engine.waiting(self.number) > 0 || end.is_some_and(|end| end <= now) {
             return;
         }
-        let now = shared.now();
         let others = shared.sleeping.fetch_add(1, Ordering::Relaxed);
-        let shared_sleep = (others > 0).then_some(now + SHARED_SLEEP_NS);
-        let wake = [inner.engine.wake_at(now), end, shared_sleep].into_iter().flatten().min();
-        let event = inner.notice.as_ref().map_or(-1, Notice::event);
+        let wake_at = inner.engine.wake_at(now);
+        let notice = inner.new_notice(self.number);
+        // Without an event no other thread can wake this one.
+        let shared_sleep = (others > 0 || notice.is_err()).then_some(now + SHARED_SLEEP_NS);
+        let wake = [wake_at, end, shared_sleep].into_iter().flatten().min();
+        let event = notice.map_or(-1, |notice| {
+            let until = wake.unwrap_or(u64::MAX);
+            notice.until = if notice.sleepers == 0 { until } else { notice.until.max(until) };
+            notice.sleepers += 1;
+            notice.event()
+        });
         drop(inner);
         wait_readable(&[shared.descriptor, event], wake.map(|wake| wake.saturating_sub(now)));
         shared.sleeping.fetch_sub(1, Ordering::Relaxed);
+        if event >= 0
+            && let Some(notice) = shared.inner.lock().notice(self.number)
+        {
+            notice.sleepers -= 1;
+        }
     }
 }
 
 impl Drop for Endpoint {
     fn drop(&mut self) {
-        self.shared.inner.lock().engine.close(self.number);
+        let mut inner = self.shared.inner.lock();
+        inner.engine.close(self.number);
+        self.shared.send(&mut inner);
     }
 }
 
@@ -468,12 +565,4 @@ fn random() -> Result<u64, Error> {
         return Ok(u64::from_ne_bytes(bytes));
     }
     Err(Error::Socket((Ipv4Addr::UNSPECIFIED, 0).into(), io::Error::last_os_error()))
-}
-
-/// Creates two UDP sockets on the loopback address. The second one is connected to the first one.
-fn pair() -> io::Result<(UdpSocket, UdpSocket)> {
-    let local = (Ipv4Addr::LOCALHOST, 0);
-    let (a, b) = (UdpSocket::bind(local)?, UdpSocket::bind(local)?);
-    b.connect(a.local_addr()?)?;
-    Ok((a, b))
 }

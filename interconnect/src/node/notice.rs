@@ -1,14 +1,25 @@
-//! A descriptor for applications that wait for several event sources: it is readable when there may be completions to take.
+//! Events that wake threads: the library thread, and threads that wait for completions of an endpoint.
+//!
+//! Any thread that makes progress receives packets for all endpoints of the node. If it queues completions for an endpoint on which
+//! another thread sleeps, it raises the event of that endpoint.
 
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 
-/// An epoll descriptor over the socket and an eventfd. The socket is readable when packets have arrived; the library thread
-/// signals the eventfd when it has received packets before the application could.
+/// An eventfd, which is readable while it is raised.
+pub(super) struct Event(OwnedFd);
+
+/// What threads sleep on until an endpoint has completions: its event and the socket. The socket is readable when packets have
+/// arrived that no thread has received yet.
 pub(super) struct Notice {
-    epoll: OwnedFd,
-    event: OwnedFd,
+    event: Event,
     is_raised: bool,
+    /// Epoll descriptor over the socket and the event, for applications that wait for several event sources.
+    epoll: Option<OwnedFd>,
+    /// Number of threads that sleep on the event.
+    pub(super) sleepers: u32,
+    /// Time at which the last of these threads wakes by itself.
+    pub(super) until: u64,
 }
 
 fn owned(fd: RawFd) -> io::Result<OwnedFd> {
@@ -19,13 +30,41 @@ fn owned(fd: RawFd) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
+impl Event {
+    pub(super) fn new() -> io::Result<Self> {
+        // SAFETY: the call creates a descriptor, and accesses no memory of this process.
+        Ok(Self(owned(unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) })?))
+    }
+
+    pub(super) fn descriptor(&self) -> RawFd {
+        self.0.as_raw_fd()
+    }
+
+    pub(super) fn raise(&self) {
+        // SAFETY: the kernel reads eight bytes from an integer that outlives the call.
+        unsafe { libc::write(self.descriptor(), std::ptr::from_ref(&1u64).cast(), 8) };
+    }
+
+    pub(super) fn lower(&self) {
+        let mut count = 0u64;
+        // SAFETY: the kernel writes eight bytes into an integer that outlives the call.
+        unsafe { libc::read(self.descriptor(), std::ptr::from_mut(&mut count).cast(), 8) };
+    }
+}
+
 impl Notice {
-    pub(super) fn new(socket: RawFd) -> io::Result<Self> {
+    pub(super) fn new() -> io::Result<Self> {
+        Ok(Self { event: Event::new()?, is_raised: false, epoll: None, sleepers: 0, until: 0 })
+    }
+
+    /// Returns the epoll descriptor, and creates it if needed.
+    pub(super) fn watch(&mut self, socket: RawFd) -> io::Result<RawFd> {
+        if let Some(epoll) = &self.epoll {
+            return Ok(epoll.as_raw_fd());
+        }
         // SAFETY: the call creates a descriptor, and accesses no memory of this process.
         let epoll = owned(unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) })?;
-        // SAFETY: the call creates a descriptor, and accesses no memory of this process.
-        let event = owned(unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) })?;
-        for fd in [socket, event.as_raw_fd()] {
+        for fd in [socket, self.event()] {
             let mut wanted = libc::epoll_event { events: libc::EPOLLIN as u32, u64: 0 };
             // SAFETY: the kernel reads `wanted`, which outlives the call.
             let result = unsafe { libc::epoll_ctl(epoll.as_raw_fd(), libc::EPOLL_CTL_ADD, fd, &mut wanted) };
@@ -33,29 +72,28 @@ impl Notice {
                 return Err(io::Error::last_os_error());
             }
         }
-        Ok(Self { epoll, event, is_raised: false })
-    }
-
-    pub(super) fn descriptor(&self) -> RawFd {
-        self.epoll.as_raw_fd()
+        Ok(self.epoll.insert(epoll).as_raw_fd())
     }
 
     pub(super) fn event(&self) -> RawFd {
-        self.event.as_raw_fd()
+        self.event.descriptor()
+    }
+
+    /// Whether a thread may wait for completions. `is_own`: the caller takes the completions of this endpoint itself, so only
+    /// other threads that sleep in a call count.
+    pub(super) fn is_awaited(&self, is_own: bool) -> bool {
+        self.sleepers > 0 || self.epoll.is_some() && !is_own
     }
 
     pub(super) fn raise(&mut self) {
         if !std::mem::replace(&mut self.is_raised, true) {
-            // SAFETY: the kernel reads eight bytes from an integer that outlives the call.
-            unsafe { libc::write(self.event(), std::ptr::from_ref(&1u64).cast(), 8) };
+            self.event.raise();
         }
     }
 
     pub(super) fn lower(&mut self) {
         if std::mem::take(&mut self.is_raised) {
-            let mut count = 0u64;
-            // SAFETY: the kernel writes eight bytes into an integer that outlives the call.
-            unsafe { libc::read(self.event(), std::ptr::from_mut(&mut count).cast(), 8) };
+            self.event.lower();
         }
     }
 }
