@@ -219,7 +219,7 @@ fn vnetd_path() -> String {
 pub struct Driving {
     /// `guest`, `vmm`, or `both` when its queues differ.
     pub driven_by: String,
-    /// Frames per second from the guest, over the last window.
+    /// Frames per second from and to the guest, over the last window.
     pub rate: u64,
     /// Changes between guest-driven and VMM-driven so far.
     pub switches: u64,

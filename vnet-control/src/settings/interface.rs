@@ -243,7 +243,7 @@ pub static INTERFACE: Declaration<InterfaceSpec> = Declaration {
             "rate_low",
             number::<u32>(1, RATE_MAX),
             |interface: InterfaceSpec| interface.driving.mode.rate_low,
-            "adaptive: guest-driven below this rate from the guest (alpha_l of VNET/P)"
+            "adaptive: guest-driven below this rate from and to the guest (alpha_l of VNET/P)"
         )
         .unit("frames/s")
         .live()
@@ -252,7 +252,7 @@ pub static INTERFACE: Declaration<InterfaceSpec> = Declaration {
             "rate_high",
             number::<u32>(1, RATE_MAX),
             |interface: InterfaceSpec| interface.driving.mode.rate_high,
-            "adaptive: VMM-driven above this rate from the guest (alpha_u of VNET/P)"
+            "adaptive: VMM-driven above this rate from and to the guest (alpha_u of VNET/P)"
         )
         .unit("frames/s")
         .live()

@@ -194,6 +194,12 @@ impl Dispatcher {
         let of_guest = feed.as_ref().is_some_and(|feed| matches!(feed.kind, FeedKind::Interface(_)));
         let share = of_guest.then(|| Share::new(drive.0.share, drive.0.gauge.limits.clone()));
         let mut served = Served::new(token, source, drive, Instant::now());
+        // The counters of a port with the kernel path include frames that no dispatcher has delivered.
+        if let Some(port) = feed.as_ref().and_then(|feed| self.setup.interface(feed.port))
+            && port.interface.kernel_device().is_none()
+        {
+            served = served.counting(port.stats.clone());
+        }
         served.share = share;
         served.feed = feed;
         self.served.push(served);

@@ -4,8 +4,9 @@
 //!   notification wakes the dispatcher at once.
 //! - *VMM-driven*: notifications are suppressed and the ring is polled every turn. Best for high rates: no frame costs the guest
 //!   a notification, and each turn takes everything that is queued.
-//! - *adaptive*: follows the guest's frame rate, measured over windows of at least omega. Above alpha_u the queue becomes
-//!   VMM-driven, below alpha_l guest-driven; in between it keeps its mode (hysteresis).
+//! - *adaptive*: follows the rate of frames from and to the guest, measured over windows of at least omega. Above alpha_u the queue
+//!   becomes VMM-driven, below alpha_l guest-driven; in between it keeps its mode (hysteresis). A guest that mostly receives answers
+//!   what it gets: its ring is polled, too.
 //!
 //! Each queue has its own mode, because the queues of an interface may belong to different dispatchers. Switching cannot lose a
 //! wake-up: a resting queue was armed, and arming fails when a frame is waiting already.
@@ -15,7 +16,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use super::share::{Limits, ShareSettings};
-use crate::stats::Counter;
+use crate::stats::{Counter, PortStats};
 
 /// Drive mode of an interface.
 #[derive(
@@ -103,7 +104,7 @@ impl Gauge {
         self.queues.iter().filter(|queue| queue.vmm_driven.load(Relaxed)).count()
     }
 
-    /// Frames per second from the guest over the last windows, summed over all queues.
+    /// Frames per second from and to the guest over the last windows, summed over all queues.
     pub fn rate(&self) -> u64 {
         self.queues.iter().map(|queue| queue.rate.load(Relaxed)).sum()
     }
@@ -115,16 +116,25 @@ pub(super) struct Driver {
     queue: usize,
     vmm_driven: bool,
     window_start: Instant,
+    /// Frames from the guest in this window.
     frames: u64,
+    /// Counters of the guest's port, and the frames delivered to it when the window began.
+    port: Option<(Arc<PortStats>, u64)>,
 }
 
 impl Driver {
     /// Creates the driver of queue `queue` of its interface.
     pub(super) fn new(drive: Drive, queue: usize, now: Instant) -> Driver {
         let vmm_driven = drive.settings.mode == Mode::VmmDriven;
-        let driver = Driver { drive, queue, vmm_driven, window_start: now, frames: 0 };
+        let driver = Driver { drive, queue, vmm_driven, window_start: now, frames: 0, port: None };
         driver.show(0);
         driver
+    }
+
+    /// Counts the frames that a port delivers, too.
+    pub(super) fn counting(self, port: Arc<PortStats>) -> Driver {
+        let delivered = port.out_frames.get();
+        Driver { port: Some((port, delivered)), ..self }
     }
 
     /// True when the queue is polled every turn.
@@ -159,7 +169,8 @@ impl Driver {
 
     /// Compares the rate with the thresholds (VNET/P, figure 6).
     fn judge(&mut self, length: Duration) {
-        let rate = self.frames.saturating_mul(1_000_000) / (length.as_micros() as u64).max(1);
+        let frames = self.frames + self.delivered();
+        let rate = frames.saturating_mul(1_000_000) / (length.as_micros() as u64).max(1);
         let ModeSettings { mode, rate_low, rate_high, .. } = self.drive.settings;
         if mode == Mode::Adaptive {
             if rate > u64::from(rate_high) {
@@ -169,6 +180,14 @@ impl Driver {
             }
         }
         self.show(rate);
+    }
+
+    /// Frames delivered to the guest in this window: an equal share for each of its queues, over which flows are spread.
+    fn delivered(&mut self) -> u64 {
+        let Some((port, before)) = &mut self.port else { return 0 };
+        let now = port.out_frames.get();
+        let frames = now.saturating_sub(std::mem::replace(before, now));
+        frames / self.drive.gauge.queues.len() as u64
     }
 
     fn switch(&mut self, vmm_driven: bool) {
@@ -212,6 +231,22 @@ mod tests {
             assert_eq!(drive.gauge.vmm_driven(), usize::from(vmm_driven));
         }
         assert_eq!(drive.gauge.switches.get(), 3);
+    }
+
+    #[test]
+    fn frames_to_the_guest_count_like_those_from_it() {
+        let (drive, start) = (Drive::new(ModeSettings::default(), 2), Instant::now());
+        let port = Arc::new(PortStats::default());
+        port.delivered(1_000_000, 0);
+        let mut driver = Driver::new(drive.clone(), 0, start).counting(port.clone());
+        // Of 80 frames, 40 are this queue's: with 11 from the guest, 51 in 5 ms are 10 200/s.
+        let windows = [(80, 10, false), (80, 11, true), (12, 0, true), (0, 4, false), (102, 0, true)];
+        for (i, (to, from, vmm_driven)) in (1..).zip(windows) {
+            port.delivered(to, 0);
+            driver.account(from, start + Duration::from_millis(5 * i));
+            assert_eq!(driver.is_vmm_driven(), vmm_driven, "window {i}");
+            assert_eq!(drive.gauge.rate(), (to / 2 + from as u64) * 200);
+        }
     }
 
     #[test]

@@ -11,12 +11,14 @@
 //! empty. So nothing is waiting, and the guest notifies of whatever it adds later. Before it sleeps in the kernel, a dispatcher
 //! rests every source, VMM-driven ones too: it cannot poll while it sleeps.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use super::mode::{Drive, Driver};
 use super::setup::Feed;
 use super::share::{Grant, Share};
 use crate::source::Source;
+use crate::stats::PortStats;
 
 /// A source that a dispatcher serves.
 pub(super) struct Served {
@@ -56,6 +58,11 @@ impl Served {
         }
     }
 
+    /// Counts the frames that a guest's port delivers in the rate that decides about its mode.
+    pub(super) fn counting(self, port: Arc<PortStats>) -> Served {
+        Served { driver: self.driver.counting(port), ..self }
+    }
+
     /// True when the source is polled every turn, notified or not.
     pub(super) fn is_polled(&self) -> bool {
         self.driver.is_vmm_driven()
@@ -76,9 +83,10 @@ impl Served {
         }
     }
 
-    /// Advances the rate window without a poll.
+    /// Advances the rate window without a poll: a resting source becomes ready when frames to its guest make it VMM-driven.
     pub(super) fn refresh(&mut self, now: Instant) {
         self.driver.account(0, now);
+        self.resume();
     }
 
     /// What the source may take in this turn.
@@ -135,7 +143,6 @@ mod tests {
     use crate::interface::fake::Fake;
     use crate::source::{BatchSlot, receive};
     use crate::wire::offload::Offload;
-    use std::sync::Arc;
     use std::time::Duration;
 
     fn served(mode: Mode) -> (Served, Arc<Fake>, Instant) {
@@ -192,5 +199,19 @@ mod tests {
         assert!(served.ready);
         assert_eq!(look(&mut served, now + Duration::from_millis(10)), 0);
         assert!(!served.is_polled() && !served.ready && served.armed);
+    }
+
+    #[test]
+    fn a_resting_guest_that_receives_much_is_polled() {
+        let (served, _fake, now) = served(Mode::Adaptive);
+        let port = Arc::new(PortStats::default());
+        let mut served = served.counting(port.clone());
+        assert_eq!(look(&mut served, now), 0);
+        assert!(!served.ready);
+        port.delivered(60, 0);
+        served.refresh(now + Duration::from_millis(5));
+        assert!(served.is_polled() && served.ready);
+        assert_eq!(look(&mut served, now + Duration::from_millis(10)), 0);
+        assert!(!served.is_polled() && !served.ready, "nothing more was delivered");
     }
 }
