@@ -271,6 +271,8 @@ def test_choosing_cases_and_contenders():
     (case,) = suite.cases(tcp, Options(wires=("1g",), mtus=(9000,), contenders=("native", "tinc")))
     assert case.conditions == {"wire": "1g", "MTU": 9000}
     assert [turn.contender for turn in case.turns] == ["native", "tinc"]
+    (case,) = suite.cases(tcp, Options(wires=("1g",), mtus=(9000,), contenders=("vnet",)))
+    assert [turn.contender for turn in case.turns] == ["vnet"], "not every variant of it"
     with pytest.raises(LabError, match="no contender like"):
         suite.cases(tcp, Options(contenders=("nobody",)))
 

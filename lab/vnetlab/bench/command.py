@@ -39,7 +39,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeat", type=int, metavar="N", help=f"rounds (default: {runner.REPEAT})")
     parser.add_argument("--wire", action="append", choices=list(Wire), help="only this wire; repeatable")
     parser.add_argument("--mtu", action="append", type=int, choices=MTUS, help="only this underlay MTU; repeatable")
-    parser.add_argument("--contender", action="append", default=[], help="only contenders whose name contains this")
+    parser.add_argument(
+        "--contender",
+        action="append",
+        default=[],
+        help="only contenders whose name is or else contains this; repeatable",
+    )
     parser.add_argument("--pings", type=int, default=Options.pings, help="pings of each size (latency, ablation)")
     parser.add_argument("--publish", action="store_true", help="store the result, write its page and plots")
 

@@ -574,9 +574,10 @@ BENCHES = {
 def cases(bench: Bench, options: Options) -> list[Case]:
     """The cases of a bench with the selected contenders. Raises LabError if none matches."""
     options = replace(options, wires=options.wires or bench.wires)
-    found = []
-    for case in bench.cases(options):
-        wanted = [turn for turn in case.turns if _wanted(turn.contender, options.contenders)]
+    found, all_cases = [], bench.cases(options)
+    names = {turn.contender for case in all_cases for turn in case.turns}
+    for case in all_cases:
+        wanted = [turn for turn in case.turns if _wanted(turn.contender, options.contenders, names)]
         if wanted:
             found.append(replace(case, turns=wanted))
     if not found:
@@ -584,5 +585,6 @@ def cases(bench: Bench, options: Options) -> list[Case]:
     return found
 
 
-def _wanted(name: str, parts: tuple[str, ...]) -> bool:
-    return not parts or any(name == part or part.lower() in name.lower() for part in parts)
+def _wanted(name: str, parts: tuple[str, ...], names: set[str]) -> bool:
+    """Whether a contender was asked for. A part that is a contender's whole name means that one only."""
+    return not parts or any(name == part or (part not in names and part.lower() in name.lower()) for part in parts)
