@@ -152,7 +152,7 @@ with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
     s.settimeout(20)
     s.bind(("", 9000))
     print(s.getsockname()[1], flush=True)
-    for _ in range(42):
+    for _ in range(88):
         print(*set(chunk := s.recv(65535)), len(chunk), flush=True)
 """
 SEND = """
@@ -160,7 +160,7 @@ import socket, sys
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
     s.setsockopt(socket.IPPROTO_UDP, 103, int(sys.argv[2]))  # UDP_SEGMENT
     for name in range(2):
-        chunks = (bytes([21 * name + n]) * int(sys.argv[2]) for n in range(21))
+        chunks = (bytes([44 * name + n]) * int(sys.argv[2]) for n in range(44))
         s.sendto(b"".join(chunks), (sys.argv[1], 9000))
 """
 
@@ -169,11 +169,13 @@ with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
 def test_segmented_datagrams_keep_their_boundaries(hosts: list[Host], size: int):
     """A program has the kernel segment its message: datagrams of 1472 bytes do not fit the wire, those of 1400 do."""
     words = ["ip", "netns", "exec", CONTAINERS[1], "python3", "-c", RECEIVE]
+    before = hosts[0].frames()[0]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as receiver:
         assert receiver.stdout.readline().strip() == "9000"
         run(["ip", "netns", "exec", CONTAINERS[0], "python3", "-c", SEND, ADDRESSES[1], str(size)])
         got = [tuple(map(int, line.split())) for line in receiver.stdout]
-    assert sorted(got) == [(n, size) for n in range(42)]
+    assert sorted(got) == [(n, size) for n in range(88)]
+    assert hosts[0].frames()[0] - before < 44, "messages are one frame"
     for host in hosts:
         host.balance()
 

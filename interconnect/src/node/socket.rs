@@ -10,8 +10,9 @@ use crate::proto::Departure;
 
 /// Maximum number of packets per system call: `UDP_MAX_SEGMENTS` of older kernels.
 const TRAIN_PACKETS_MAX: usize = 64;
-/// Maximum number of bytes per system call, below the datagram limit of 65 507 bytes.
-const TRAIN_BYTES_MAX: usize = 65_000;
+/// Maximum number of bytes per system call: with its headers and those of a tunnel below it fits one IP packet (65 535 bytes), so that
+/// an overlay can keep it whole.
+const TRAIN_BYTES_MAX: usize = 64_900;
 /// Maximum size of a coalesced datagram (`UDP_GRO`).
 const RECEIVE_BYTES: usize = 65_536;
 /// Size of both socket buffers in bytes; without CAP_NET_ADMIN the kernel limits it to `net.core.rmem_max` and `wmem_max`.
@@ -272,7 +273,14 @@ fn from_raw(raw: &libc::sockaddr_storage) -> Option<SocketAddr> {
     }
 }
 
-/// Returns the size of the largest datagram to this address without fragmentation, derived from the MTU of its route.
+/// Bytes of a packet left to tunnels below: an overlay that carries the device's whole MTU over networks with the same MTU sends a
+/// full packet in two fragments, and then the kernel cannot keep packets together. VXLAN over IPv6 takes 70 bytes, WireGuard 80.
+const TUNNEL_HEADERS: libc::c_int = 80;
+/// Smallest packet that every IPv4 host takes (RFC 791).
+const PACKET_MIN: libc::c_int = 576;
+
+/// Returns the size of the largest datagram to this address without fragmentation, also if an overlay encapsulates it, derived from
+/// the MTU of its route.
 pub(super) fn datagram_to(address: SocketAddr) -> io::Result<usize> {
     let any: SocketAddr = match address {
         SocketAddr::V4(_) => (Ipv4Addr::UNSPECIFIED, 0).into(),
@@ -293,7 +301,8 @@ pub(super) fn datagram_to(address: SocketAddr) -> io::Result<usize> {
     if result != 0 {
         return Err(io::Error::last_os_error());
     }
-    Ok((mtu.max(headers) - headers) as usize)
+    let packet = (mtu - TUNNEL_HEADERS).max(PACKET_MIN.min(mtu));
+    Ok((packet.max(headers) - headers) as usize)
 }
 
 /// Waits until one of the descriptors is readable or the time expires.

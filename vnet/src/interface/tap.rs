@@ -50,7 +50,7 @@ use crate::wire::segment;
 pub const TAP_MTU_MAX: usize = 65_535 - HEADER_LEN;
 /// Maximum super-frame that the kernel may build on devices created here, in bytes. Segmented for a path MTU of 1500, with
 /// headers, it fits into one message to a link's socket (65 400 bytes); a larger one needs two.
-pub(super) const GSO_MAX_SIZE: u32 = 64_000;
+const GSO_MAX_SIZE: u32 = 64_000;
 /// Kernel memory in bytes written to a queue before the dispatcher yields: a third of a default socket buffer.
 const YIELD_AFTER: usize = 64 << 10;
 /// Kernel memory per frame besides its data, in bytes: about the size of `struct sk_buff` and `struct skb_shared_info`.

@@ -28,7 +28,7 @@ use rustix::net::netdevice::index_to_name;
 
 use super::device::{self, Home, OnDevice};
 use super::netns::{Netns, NetnsError};
-use super::tap::{self, GSO_MAX_SIZE, TAP_MTU_MAX, Tap, TapError, TapOptions};
+use super::tap::{self, TAP_MTU_MAX, Tap, TapError, TapOptions};
 use super::{Interface, KernelDevice, State};
 use crate::frame::{DropSink, Origin, Selection};
 use crate::netlink::{self, Netlink};
@@ -36,6 +36,11 @@ use crate::source::Source;
 use crate::stats::PortStats;
 use crate::wire::ethernet::Mac;
 
+/// Maximum length in bytes of a super-frame that the container's kernel gives the device, so that the wire's headers fit into the same
+/// IP packet (`SUPER_FRAME_MAX` in programs/shared.h, 65 018). TCP's frames stay at least 99 bytes below this limit, by Linux's
+/// `MAX_TCP_HEADER`; messages of UDP that a program has segmented by the kernel are as long as the program makes them, and the
+/// kernel segments those beyond the limit before the device.
+const GSO_MAX_SIZE: u32 = 65_080;
 /// Beginning of the names of hosts' ends.
 const HOST_END: &str = "vnet-";
 

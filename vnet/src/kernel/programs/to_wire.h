@@ -3,10 +3,8 @@
 /* Bytes that one call adds or removes at most, a multiple of 4 below the kernel's limit of 4 095. */
 #define ROOM_MAX 4080
 
-#define UDP_LEN 8
-
-/* Length of the IP and TCP or UDP headers of a frame without a VLAN tag, and which of both; 0 for other frames. */
-INLINE __u32 headers_of(struct __sk_buff *skb, __u8 *transport)
+/* Length of the IP and TCP headers of a frame without a VLAN tag; 0 for other frames. */
+INLINE __u32 tcp_headers(struct __sk_buff *skb)
 {
 	__u32 ip_len, protocol = skb->protocol;
 	__u8 first, next, offset;
@@ -22,9 +20,6 @@ INLINE __u32 headers_of(struct __sk_buff *skb, __u8 *transport)
 	} else {
 		return 0;
 	}
-	*transport = next;
-	if (next == UDP)
-		return ip_len + UDP_LEN;
 	if (next != TCP || bpf_skb_load_bytes(skb, ETH_LEN + ip_len + 12, &offset, 1))
 		return 0;
 	return ip_len + (offset >> 4) * 4;
@@ -35,12 +30,11 @@ INLINE __u32 headers_of(struct __sk_buff *skb, __u8 *transport)
 INLINE int fit(struct __sk_buff *skb, __u32 segment_max)
 {
 	__u32 size = *(volatile __u32 *)&skb->gso_size, headers, less;
-	__u8 transport = 0;
 
 	if (!size)
 		return 0;
-	headers = headers_of(skb, &transport);
-	if (!headers || transport != TCP || size + headers <= segment_max)
+	headers = tcp_headers(skb);
+	if (!headers || size + headers <= segment_max)
 		return 0;
 	less = size + headers - segment_max;
 	/* 8 948 to 1 398 takes two. */
@@ -97,7 +91,7 @@ INLINE long encapsulate(struct __sk_buff *skb, struct flow *flow, __u32 network)
 	__u32 underlay = flow->underlay;
 	struct outer out = {};
 	__u16 inner_type;
-	__u8 transport = 0, tos[2];
+	__u8 tos[2];
 
 	if (!underlay || skb->vlan_present)
 		return 0;
@@ -111,14 +105,13 @@ INLINE long encapsulate(struct __sk_buff *skb, struct flow *flow, __u32 network)
 	else
 		return 0;
 	if (size) {
-		headers = headers_of(skb, &transport);
-		if (!headers)
+		headers = tcp_headers(skb);
+		/* Not UDP: a program's frame counts as one of an untrusted source, and the kernel segments such a frame at once. Without
+		 * FIXED_GSO, segments become smaller by the headers' length. */
+		if (!headers || size + headers > flow->segment_max + OUTER_LEN)
 			return 0;
-		/* Without FIXED_GSO, segments become smaller by the headers' length, but UDP's are datagrams of a program. */
 		if (size + headers <= flow->segment_max)
 			flags |= BPF_F_ADJ_ROOM_FIXED_GSO;
-		else if (transport != TCP || size + headers > flow->segment_max + OUTER_LEN)
-			return 0;
 	} else if (len > flow->segment_max + ETH_LEN) {
 		return 0;
 	}
