@@ -13,7 +13,8 @@ import pytest
 from checks import wait_for_path
 
 from vnetlab import lab, machine, measure, remote, underlay
-from vnetlab.bench import plot, runner, suite
+from vnetlab.bench import plot, runner, suite, usage
+from vnetlab.bench.contenders import Ends
 from vnetlab.bench.result import METRICS, Failure, Result
 from vnetlab.bench.suite import Case, Turn
 from vnetlab.daemon import REPOSITORY
@@ -24,7 +25,7 @@ from vnetlab.evaluate.experiments import EXPERIMENTS
 from vnetlab.evaluate.kinds import BRIDGED, DIRECT, ELSEWHERE, KINDS, NATIVE, TAP, VETH, VNETS
 from vnetlab.evaluate.options import EvaluateOptions
 from vnetlab.run import LabError, run
-from vnetlab.topology import Settings, Topology
+from vnetlab.topology import Node, Settings, Topology
 
 LAB = "test-evaluate"
 TEN = {"wire": "10g", "MTU": 1500}
@@ -238,6 +239,46 @@ def test_figures_of_programs():
     assert network.rdma_figures(text) == {"oneway_us": 7.25, "transfer_bps": 0.5e9}
     with pytest.raises(LabError, match="it is silent"):
         network.rdma_figures("vnet-rdma-perf: peer: it is silent\n")
+
+
+def _report(begin_s: float, rates_bps: list[float]) -> dict:
+    """iperf3's report of a stream with one interval a second."""
+    intervals = [{"sum": {"start": n, "end": n + 1, "bytes": rate / 8}} for n, rate in enumerate(rates_bps)]
+    return {"start": {"timestamp": {"timemillisecs": begin_s * 1000}}, "intervals": intervals}
+
+
+def test_rates_of_streams_are_those_of_the_time_they_share():
+    """The first stream is alone for a second, and twice as fast; so is the second one at its end."""
+    assert measure.common_rate([_report(10, [8e9, 4e9, 4e9]), _report(11, [4e9, 4e9, 8e9])]) == pytest.approx(8e9)
+    assert measure.common_rate([_report(10, [6e9] * 4), _report(10.5, [6e9] * 4)]) == pytest.approx(12e9)
+    with pytest.raises(LabError, match="same time"):
+        measure.common_rate([_report(10, [8e9]), _report(11, [8e9])])
+
+
+def test_native_streams_have_an_iperf3_each(monkeypatch: pytest.MonkeyPatch):
+    """As many processes at either end as the pairs of containers have."""
+    served, asked = [], []
+
+    def client(_source: Node, _destination: Node, *_options: str, seconds: float, port: int) -> dict:
+        asked.append((port, seconds))
+        return _report(10, [4e9] * 3)
+
+    monkeypatch.setattr(measure, "iperf3_server", lambda _node, port: served.append(port))
+    monkeypatch.setattr(measure, "iperf3_client", client)
+    hosts = Topology(Settings(name=LAB, vms=0, containers=0)).hosts
+    assert network._at_once(None, Ends(*hosts[:2]), 3, 5) == pytest.approx(12e9)
+    assert served == sorted(port for port, _ in asked)
+    assert len(set(served)) == 3
+
+
+def test_cpu_time_is_that_of_the_transferred_bytes(monkeypatch: pytest.MonkeyPatch):
+    """4 s of one CPU for 8 GB in 4 s, measured for 5 s because of a pause before."""
+    ticks = iter([[0] * 8, [0, 0, int(4 / usage.TICK_S), 0, 0, 0, 0, 0]])
+    monkeypatch.setattr(usage, "_fields", lambda: next(ticks))
+    with usage.split() as work:
+        pass
+    sample = work.sample(8e9, 16e9)
+    assert (sample["kernel_cores"], sample["cpu_s_a_gb"]) == (pytest.approx(1), pytest.approx(0.5))
 
 
 def test_an_underlay_of_tun_devices():

@@ -6,7 +6,7 @@ import math
 import re
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 
 from vnetlab import machine
@@ -16,6 +16,7 @@ from vnetlab.topology import Kind, Node, Topology
 PINGS = 200
 PING_INTERVAL_S = 0.005
 THROUGHPUT_S = 2
+IPERF3_PORT = 5201
 PATIENCE = 4
 """Time limit of pings as a multiple of the ideal time: a busy machine sends them late."""
 SENT = re.compile(r"(\d+) packets transmitted, ")
@@ -98,9 +99,34 @@ def iperf3(source: Node, destination: Node, *options: str, seconds: float = THRO
 
     Raises LabError with iperf3's message if it fails.
     """
-    server = "iperf3 --server --one-off --idle-timeout 60 --daemon"
-    machine.execute(destination, *server.split())
-    client = ["iperf3", "--client", destination.address, "--json", "--time", str(seconds), *options]
+    iperf3_server(destination)
+    return iperf3_client(source, destination, *options, seconds=seconds)
+
+
+def iperf3_server(node: Node, port: int = IPERF3_PORT) -> None:
+    """Starts an iperf3 server for one client."""
+    server = f"iperf3 --server --one-off --idle-timeout 60 --daemon --port {port}"
+    machine.execute(node, *server.split())
+
+
+def iperf3_client(
+    source: Node, destination: Node, *options: str, seconds: float = THROUGHPUT_S, port: int = IPERF3_PORT
+) -> dict:
+    """Runs iperf3 from `source` to the server on `destination`; returns its report.
+
+    Raises LabError with iperf3's message if it fails.
+    """
+    client = [
+        "iperf3",
+        "--client",
+        destination.address,
+        "--port",
+        str(port),
+        "--json",
+        "--time",
+        str(seconds),
+        *options,
+    ]
     error = ""
     for _ in range(20):  # The server daemonizes before it listens: retry.
         text = machine.attempt(source, *client, timeout_s=seconds + 30)[1]
@@ -112,6 +138,32 @@ def iperf3(source: Node, destination: Node, *options: str, seconds: float = THRO
     if error:
         raise LabError(f"iperf3 from {source.name} to {destination.name}: {error}")
     return report
+
+
+def common_rate(reports: Iterable[dict]) -> float:
+    """Bits per second that streams of these iperf3 reports send together while all of them run.
+
+    Streams that start one after the other have the machine to themselves for a while at either end, so the sum of their
+    averages would be too high.
+    """
+    streams = [list(_intervals(report)) for report in reports]
+    begin = max(min(start for start, _, _ in stream) for stream in streams)
+    end = min(max(stop for _, stop, _ in stream) for stream in streams)
+    if end <= begin:
+        raise LabError("iperf3's streams did not run at the same time")
+    total = 0.0
+    for start, stop, bits in itertools.chain.from_iterable(streams):
+        total += bits * max(0.0, min(stop, end) - max(start, begin)) / (stop - start)
+    return total / (end - begin)
+
+
+def _intervals(report: dict) -> Iterator[tuple[float, float, float]]:
+    """Start and end of each interval of an iperf3 report, in seconds, and the bits that were sent in it."""
+    zero = report["start"]["timestamp"]["timemillisecs"] / 1000
+    for interval in report["intervals"]:
+        found = interval["sum"]
+        if found["end"] > found["start"]:
+            yield zero + found["start"], zero + found["end"], found["bytes"] * 8
 
 
 def _report(text: str) -> dict:

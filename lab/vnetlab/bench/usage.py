@@ -39,15 +39,32 @@ class Usage:
         return {"daemon_cores": self.processes_cores, "system_cores": self.system_cores, **each}
 
 
+@dataclass
+class Work:
+    """CPU seconds of the machine over a transfer, by kind of work; set when the measurement ends."""
+
+    cpu_s: dict[str, float] = field(default_factory=dict)
+
+    def sample(self, transferred_bytes: float, rate_bps: float) -> dict[str, float]:
+        """Busy cores by kind of work, and CPU time per gigabyte, of a transfer of this size and rate.
+
+        The CPU time is divided by what was transferred: the machine does little else, so a measurement that begins
+        before the transfer or ends after it finds the same CPU time.
+        """
+        seconds = transferred_bytes * 8 / rate_bps
+        cores = {name: cpu_s / seconds for name, cpu_s in self.cpu_s.items()}
+        return cores | {"cpu_s_a_gb": sum(self.cpu_s.values()) / (transferred_bytes / 1e9)}
+
+
 @contextlib.contextmanager
-def split() -> Iterator[dict[str, float]]:
-    """Measures where the machine's CPU time goes while the context lasts: busy cores by kind of work."""
-    found: dict[str, float] = {}
-    begin, before = time.monotonic(), _fields()
-    yield found
-    seconds, after = time.monotonic() - begin, _fields()
+def split() -> Iterator[Work]:
+    """Measures where the machine's CPU time goes while the context lasts."""
+    work = Work()
+    before = _fields()
+    yield work
+    after = _fields()
     for name, indices in WORK.items():
-        found[name] = sum(after[index] - before[index] for index in indices) * TICK_S / seconds
+        work.cpu_s[name] = sum(after[index] - before[index] for index in indices) * TICK_S
 
 
 @contextlib.contextmanager

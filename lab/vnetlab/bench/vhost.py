@@ -310,6 +310,16 @@ def super_frames(switch: VnetSwitch, topology: Topology, seconds: float) -> Samp
 
 def bare_stream(topology: Topology, seconds: float) -> Sample:
     """Datagrams of the same sizes over bare UDP sockets between the hosts; CPU time is the sender's."""
+    report, sender, _work = bare_transfer(topology, seconds)
+    cores = sender.processes_s["h1"] / (report["bytes"] * 8 / report["bps"])
+    return {"tso_bps": report["bps"], "tso_bps_a_core": report["bps"] / cores} | sender.sample()
+
+
+def bare_transfer(topology: Topology, seconds: float) -> tuple[dict, usage.Usage, usage.Work]:
+    """Datagrams over bare UDP sockets between the hosts: the receiver's report, CPU time of sender and machine.
+
+    The CPU time is that from the sender's start until the receiver's end, between which all datagrams are received.
+    """
     source, destination = topology.hosts
     where = [f"10.78.0.{destination.host}:{PORT}", "--mtu", topology.settings.underlay_mtu, "--seconds"]
     inside = {host: ["ip", "netns", "exec", host.namespace, example("sockets")] for host in topology.hosts}
@@ -317,17 +327,17 @@ def bare_stream(topology: Topology, seconds: float) -> Sample:
     try:
         with spawn([*inside[destination], "take", *where, seconds]) as taking:
             time.sleep(0.5)
-            process.start([str(word) for word in (*inside[source], "send", *where, seconds + 1)], pid, log)
-            time.sleep(0.2)
-            # The receiver exits after its report, so its CPU time cannot be read.
-            sender = process.find(pid)
-            if sender is None:
-                raise LabError("the bare sockets' sender exited at once", log)
-            with usage.measured({"h1": sender}) as used:
-                report = receiver_report(taking, seconds + 40)
+            with usage.split() as work:
+                process.start([str(word) for word in (*inside[source], "send", *where, seconds + 1)], pid, log)
+                # The receiver exits after its report, so its CPU time cannot be read.
+                sender = process.find(pid)
+                if sender is None:
+                    raise LabError("the bare sockets' sender exited at once", log)
+                with usage.measured({"h1": sender}) as used:
+                    report = receiver_report(taking, seconds + 40)
     finally:
         process.stop(pid)
-    return {"tso_bps": report["bps"], "tso_bps_a_core": report["bps"] / used.processes_cores} | used.sample()
+    return report, used, work
 
 
 def example(name: str) -> Path:

@@ -85,16 +85,25 @@ def _pairs(options: EvaluateOptions, under: tuple[str, int], pairs: int, kinds: 
 
 
 def _at_once(topology: Topology, ends: Ends, pairs: int, seconds: float) -> float:
-    """One TCP stream in each pair of containers at once, or as many streams between the hosts; the sum of the rates."""
-    if ends.source.kind is Kind.HOST:
-        return measure.throughput(ends.source, ends.destination, "--parallel", str(pairs), seconds=seconds)
-    sources, destinations = (topology.machines(Kind.CONTAINER, host)[:pairs] for host in (1, 2))
+    """One TCP stream in each pair of containers at once, or as many between the hosts: their rate while all run.
 
-    def stream(number: int) -> float:
-        return measure.throughput(sources[number], destinations[number], seconds=seconds)
+    Each stream has an iperf3 of its own at either end: one iperf3 runs all of its streams in one thread.
+    """
+    if ends.source.kind is Kind.HOST:
+        sources, destinations = [ends.source] * pairs, [ends.destination] * pairs
+        ports = [measure.IPERF3_PORT + number for number in range(pairs)]
+    else:
+        sources, destinations = (topology.machines(Kind.CONTAINER, host)[:pairs] for host in (1, 2))
+        ports = [measure.IPERF3_PORT] * pairs
+    for destination, port in zip(destinations, ports, strict=True):
+        measure.iperf3_server(destination, port)
+
+    def stream(number: int) -> dict:
+        source, destination = sources[number], destinations[number]
+        return measure.iperf3_client(source, destination, "--interval", "0.1", seconds=seconds, port=ports[number])
 
     with ThreadPoolExecutor(pairs) as pool:
-        return sum(pool.map(stream, range(pairs)))
+        return measure.common_rate(pool.map(stream, range(pairs)))
 
 
 def noise(options: EvaluateOptions) -> list[Case]:
@@ -166,7 +175,7 @@ def _rdma_writes(ends: Ends, size: int, seconds: float) -> Sample:
     finally:
         process.stop(pid)
     found = rdma_figures(first + second)
-    return found | _work(work, found["transfer_bps"])
+    return found | work.sample(found["transfer_bps"] * seconds / 8, found["transfer_bps"])
 
 
 def rdma_figures(text: str) -> Sample:
@@ -182,16 +191,18 @@ def _tcp_writes(ends: Ends, size: int, seconds: float) -> Sample:
     """Rate and CPU time of a TCP stream in writes of `size` bytes, at most 1 MiB: iperf3 takes no more."""
     length = str(min(size, 1 << 20))
     workload.meet(ends)
+    measure.iperf3_server(ends.destination)
     with usage.split() as work:
-        rate = measure.throughput(ends.source, ends.destination, "--length", length, seconds=seconds)
-    return {"transfer_bps": rate} | _work(work, rate)
+        report = measure.iperf3_client(ends.source, ends.destination, "--length", length, seconds=seconds)
+    received = report["end"]["sum_received"]
+    rate = received["bits_per_second"]
+    return {"transfer_bps": rate} | work.sample(received["bytes"], rate)
 
 
 def _bound(topology: Topology, seconds: float) -> Sample:
     """The rate of datagrams between bare sockets of the hosts, and its CPU time."""
-    with usage.split() as work:
-        rate = vhost.bare_stream(topology, seconds)["tso_bps"]
-    return {"transfer_bps": rate} | _work(work, rate)
+    report, _sender, work = vhost.bare_transfer(topology, seconds)
+    return {"transfer_bps": report["bps"]} | work.sample(report["bytes"], report["bps"])
 
 
 def _no_bound() -> str | None:
@@ -201,8 +212,3 @@ def _no_bound() -> str | None:
     except LabError as error:
         return str(error)
     return None
-
-
-def _work(work: Sample, rate: float) -> Sample:
-    """The machine's CPU time by kind, and in total per gigabyte."""
-    return {**work, "cpu_s_a_gb": sum(work.values()) / (rate / 8e9)}
