@@ -25,7 +25,7 @@ fuzz_target!(|data: &[u8]| {
     let start = memory.as_mut_ptr();
     // SAFETY: inside the vector, which lives longer than the engine and is not touched while it does.
     let span = |place: usize| unsafe { Span::new(start.add(GUARD + place * (GUARD + LEN)), LEN) };
-    let mut engine = Engine::new(Config::default(), 1, 1);
+    let mut engine = Engine::new(Config::default(), 1, [1; 32]);
     engine.open(Some(0)).unwrap();
     engine.register(0, span(0), 0, Access { read: true, write: true }, Some(KEY)).unwrap();
     let from: SocketAddr = "10.0.0.2:7000".parse().unwrap();

@@ -54,10 +54,11 @@ enum vnet_rdma_kind {
 /* Flags of operations and completions. */
 #define VNET_RDMA_TAGGED 0x1u   /* `tag` is valid */
 #define VNET_RDMA_DATA 0x2u     /* `data` is valid: immediate data for the target */
-#define VNET_RDMA_BUFFERED 0x4u /* copy up to 16 KiB and complete at once */
+#define VNET_RDMA_BUFFERED 0x4u /* copy up to 16 KiB and complete at once; a later failure is a second completion, VNET_RDMA_LATE */
 #define VNET_RDMA_QUIET 0x8u    /* no completion unless it fails */
 #define VNET_RDMA_RELEASED 0x10u /* of a completion: the buffer, perhaps for several messages, belongs to the program again */
 #define VNET_RDMA_DISCARD 0x20u  /* drop the message's bytes, without VNET_RDMA_TRUNCATED */
+#define VNET_RDMA_LATE 0x40u     /* of a completion: the operation was buffered, completed before, and has failed after all */
 
 /* What peers may do with registered memory. */
 #define VNET_RDMA_REMOTE_READ 0x1u
@@ -71,7 +72,7 @@ typedef struct vnet_rdma_completion {
 	uint64_t offset;  /* of a message in a buffer for several */
 	uint32_t kind;
 	uint32_t status;
-	uint32_t flags;   /* VNET_RDMA_TAGGED, VNET_RDMA_DATA, VNET_RDMA_RELEASED */
+	uint32_t flags;   /* VNET_RDMA_TAGGED, VNET_RDMA_DATA, VNET_RDMA_RELEASED, VNET_RDMA_LATE */
 	uint32_t reserved;
 	vnet_rdma_peer peer;
 } vnet_rdma_completion;
@@ -94,7 +95,8 @@ const char *vnet_rdma_error(void);
 /* What a status means. */
 const char *vnet_rdma_status_text(uint32_t status);
 
-/* Deadline of an operation in the nodes that are opened from now on, in milliseconds; 0: none. 60 s unless it is set. */
+/* Deadline of an operation in the nodes that are opened from now on, in milliseconds. 60 s unless it is set. 0: none, and messages wait
+ * without limit for an endpoint that is not open or has no room. */
 void vnet_rdma_set_timeout(uint32_t timeout_ms);
 /* Opens a node at `bind`, such as "10.77.1.1:7000" or "[::]:0"; NULL: any address and port. */
 int vnet_rdma_open(const char *bind, vnet_rdma_node **node);
@@ -129,7 +131,7 @@ int vnet_rdma_read(vnet_rdma_endpoint *endpoint, const vnet_rdma_peer *peer, voi
 		   uint64_t offset, uint64_t context);
 int vnet_rdma_send(vnet_rdma_endpoint *endpoint, const vnet_rdma_peer *peer, const void *start, size_t len, uint64_t tag,
 		   uint64_t data, uint64_t context, uint32_t flags);
-/* VNET_RDMA_QUIET is the only flag: no completion, not of a failure either. */
+/* VNET_RDMA_QUIET is the only flag. */
 int vnet_rdma_atomic(vnet_rdma_endpoint *endpoint, const vnet_rdma_peer *peer, const vnet_rdma_atomic_op *op, uint64_t context,
 		     uint32_t flags);
 /* Takes a message whose tag equals `tag` where the bits of `ignore` are 0, or without VNET_RDMA_TAGGED one without a tag. `from` may
@@ -150,7 +152,9 @@ int vnet_rdma_cancel(vnet_rdma_endpoint *endpoint, uint64_t context);
 
 /* Makes progress and takes up to `max` completions. Returns their number. */
 int vnet_rdma_poll(vnet_rdma_endpoint *endpoint, vnet_rdma_completion *completions, int max);
-/* The same, but waits for the first one up to `timeout_ms`, or for ever if that is negative. */
+/* vnet_rdma_poll() without VNET_RDMA_ARRIVAL: as long as arrivals are not taken, few more come from each peer. */
+int vnet_rdma_poll_own(vnet_rdma_endpoint *endpoint, vnet_rdma_completion *completions, int max);
+/* vnet_rdma_poll(), but waits for the first one up to `timeout_ms`, or for ever if that is negative. */
 int vnet_rdma_wait(vnet_rdma_endpoint *endpoint, vnet_rdma_completion *completions, int max, int timeout_ms);
 
 /* Sleeps until there may be something to take, at most `timeout_ms`. */

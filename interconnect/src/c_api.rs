@@ -1,11 +1,10 @@
-//! The C interface that `include/vnet_rdma.h` declares.
+//! The C interface that `include/vnet_rdma.h` declares, except for polling and waiting (`c_wait.rs`).
 //!
 //! Pointers come from C: the header states the requirements of each function, and each function rejects null pointers.
 
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::Duration;
 
 use crate::c_types::{BUFFERED, CAtomic, CCompletion, CPeer, DATA, DISCARD, QUIET, TAGGED};
 use crate::node::{Endpoint, Error, Node, Options, resolve};
@@ -22,7 +21,7 @@ fn remember(text: &str) {
     LAST.with(|last| *last.borrow_mut() = CString::new(text).unwrap_or_default());
 }
 
-fn code(error: &Error) -> c_int {
+pub(crate) fn code(error: &Error) -> c_int {
     remember(&error.to_string());
     match error {
         Error::Socket(_, error) => -error.raw_os_error().unwrap_or(libc::EIO),
@@ -38,7 +37,7 @@ fn result(result: Result<(), Error>) -> c_int {
     result.map_or_else(|error| code(&error), |()| 0)
 }
 
-fn invalid(what: &str) -> c_int {
+pub(crate) fn invalid(what: &str) -> c_int {
     remember(what);
     -libc::EINVAL
 }
@@ -93,7 +92,11 @@ pub extern "C" fn vnet_rdma_set_timeout(timeout_ms: u32) {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vnet_rdma_open(bind: *const c_char, node: *mut *mut Node) -> c_int {
     let mut options = Options::default();
-    options.config.operation_timeout_ns = u64::from(TIMEOUT_MS.load(Ordering::Relaxed)) * 1_000_000;
+    let timeout_ms = TIMEOUT_MS.load(Ordering::Relaxed);
+    options.config.operation_timeout_ns = u64::from(timeout_ms) * 1_000_000;
+    if timeout_ms == 0 {
+        options.config.not_ready_ns = 0;
+    }
     if !bind.is_null() {
         // SAFETY: the pointer is not null, and the caller guarantees a string.
         match unsafe { text(bind) }.and_then(|text| text.parse().ok()) {
@@ -210,7 +213,7 @@ pub unsafe extern "C" fn vnet_rdma_resolve(name: *const c_char, peer: *mut CPeer
 pub unsafe extern "C" fn vnet_rdma_same_peer(a: *const CPeer, b: *const CPeer) -> c_int {
     // SAFETY: the caller guarantees that both pointers are null or readable.
     let peers = unsafe { (a.as_ref(), b.as_ref()) };
-    c_int::from(matches!(peers, (Some(a), Some(b)) if a.peer() == b.peer()))
+    c_int::from(matches!(peers, (Some(a), Some(b)) if a.peer().is_some() && a.peer() == b.peer()))
 }
 
 /// Registers memory.
@@ -276,7 +279,8 @@ unsafe fn post(endpoint: *mut Endpoint, peer: *const CPeer, out: &Outgoing) -> c
     let (Some(endpoint), Some(peer)) = (unsafe { (endpoint.as_ref(), peer.as_ref()) }) else {
         return invalid("no endpoint, or no peer");
     };
-    result(endpoint.post(peer.peer(), out))
+    let Some(peer) = peer.peer() else { return invalid("the peer's family is neither 4 nor 6") };
+    result(endpoint.post(peer, out))
 }
 
 fn outgoing(shape: Shape, span: Span, data: u64, context: u64, flags: u32) -> Outgoing {
@@ -421,13 +425,20 @@ pub unsafe extern "C" fn vnet_rdma_receive_several(
     let (Some(endpoint), from) = (unsafe { (endpoint.as_ref(), from.as_ref()) }) else {
         return invalid("no endpoint");
     };
-    let matching = matching(from, tag, ignore, flags);
+    let Some(matching) = matching(from, tag, ignore, flags) else {
+        return invalid("the peer's family is neither 4 nor 6");
+    };
     let several = (least > 0).then_some(least);
     result(endpoint.post_receive(&Receive { matching, span: span(start, len), context, several }))
 }
 
-fn matching(from: Option<&CPeer>, tag: u64, ignore: u64, flags: u32) -> Match {
-    Match { tag: (flags & TAGGED != 0).then_some((tag, ignore)), from: from.map(CPeer::peer) }
+/// Returns `None` if `from` is no address.
+fn matching(from: Option<&CPeer>, tag: u64, ignore: u64, flags: u32) -> Option<Match> {
+    let from = match from {
+        Some(peer) => Some(peer.peer()?),
+        None => None,
+    };
+    Some(Match { tag: (flags & TAGGED != 0).then_some((tag, ignore)), from })
 }
 
 /// Finds an unexpected message without receiving it.
@@ -451,10 +462,10 @@ pub unsafe extern "C" fn vnet_rdma_peek(
     if seen.is_null() {
         return invalid("no place for the message's description");
     }
-    let Some(found) = endpoint.peek(&matching(from, tag, ignore, flags), (claim != 0).then_some(claim))
-    else {
-        return 0;
+    let Some(matching) = matching(from, tag, ignore, flags) else {
+        return invalid("the peer's family is neither 4 nor 6");
     };
+    let Some(found) = endpoint.peek(&matching, (claim != 0).then_some(claim)) else { return 0 };
     let completion = Completion {
         kind: Kind::Receive,
         status: Status::Success,
@@ -465,6 +476,7 @@ pub unsafe extern "C" fn vnet_rdma_peek(
         peer: found.from,
         offset: 0,
         is_released: false,
+        is_late: false,
         buffer: None,
     };
     // SAFETY: the pointer is not null, and the caller guarantees that it is writable.
@@ -491,41 +503,6 @@ pub unsafe extern "C" fn vnet_rdma_receive_claimed(
     if endpoint.receive_claimed(claim, span, context) { 0 } else { -libc::ENOENT }
 }
 
-/// Sleeps until there may be completions to take.
-///
-/// # Safety
-/// `endpoint` is null or open.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn vnet_rdma_pause(endpoint: *mut Endpoint, timeout_ms: u32) {
-    // SAFETY: the caller guarantees that the pointer is null or open.
-    if let Some(endpoint) = unsafe { endpoint.as_ref() } {
-        endpoint.pause(Duration::from_millis(timeout_ms.into()));
-    }
-}
-
-/// Returns a descriptor to wait on.
-///
-/// # Safety
-/// `endpoint` is null or open.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn vnet_rdma_descriptor(endpoint: *mut Endpoint) -> c_int {
-    // SAFETY: the caller guarantees that the pointer is null or open.
-    let Some(endpoint) = (unsafe { endpoint.as_ref() }) else { return invalid("no endpoint") };
-    endpoint.descriptor().unwrap_or_else(|error| code(&error))
-}
-
-/// Wakes a thread that sleeps on the endpoint.
-///
-/// # Safety
-/// `endpoint` is null or open.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn vnet_rdma_wake(endpoint: *mut Endpoint) {
-    // SAFETY: the caller guarantees that the pointer is null or open.
-    if let Some(endpoint) = unsafe { endpoint.as_ref() } {
-        endpoint.wake();
-    }
-}
-
 /// Withdraws a posted buffer.
 ///
 /// # Safety
@@ -535,49 +512,4 @@ pub unsafe extern "C" fn vnet_rdma_cancel(endpoint: *mut Endpoint, context: u64)
     // SAFETY: the caller guarantees that the pointer is null or open.
     let Some(endpoint) = (unsafe { endpoint.as_ref() }) else { return invalid("no endpoint") };
     if endpoint.cancel(context) { 0 } else { -libc::ENOENT }
-}
-
-/// Takes completions.
-///
-/// # Safety
-/// `endpoint` is null or open; `completions` has room for `max` completions.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn vnet_rdma_poll(
-    endpoint: *mut Endpoint,
-    completions: *mut CCompletion,
-    max: c_int,
-) -> c_int {
-    // SAFETY: the caller guarantees valid pointers and memory.
-    unsafe { vnet_rdma_wait(endpoint, completions, max, 0) }
-}
-
-/// Waits for completions.
-///
-/// # Safety
-/// `endpoint` is null or open; `completions` has room for `max` completions.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn vnet_rdma_wait(
-    endpoint: *mut Endpoint,
-    completions: *mut CCompletion,
-    max: c_int,
-    timeout_ms: c_int,
-) -> c_int {
-    // SAFETY: the caller guarantees that the pointer is null or open.
-    let Some(endpoint) = unsafe { endpoint.as_ref() }.filter(|_| !completions.is_null() && max > 0) else {
-        return invalid("no endpoint, or no place for completions");
-    };
-    let first = match u64::try_from(timeout_ms) {
-        Ok(0) => endpoint.poll(),
-        Ok(timeout) => endpoint.wait(Some(Duration::from_millis(timeout))),
-        Err(_) => endpoint.wait(None),
-    };
-    let mut next = first;
-    let mut count = 0;
-    while let Some(completion) = next {
-        // SAFETY: `count` is below `max`, and the caller guarantees room for `max` completions.
-        unsafe { completions.add(count as usize).write(completion.into()) };
-        count += 1;
-        next = if count < max { endpoint.take() } else { None };
-    }
-    count
 }

@@ -11,6 +11,7 @@ pub(crate) const BUFFERED: u32 = 4;
 pub(crate) const QUIET: u32 = 8;
 pub(crate) const RELEASED: u32 = 16;
 pub(crate) const DISCARD: u32 = 32;
+pub(crate) const LATE: u32 = 64;
 
 /// The header's `vnet_rdma_peer`: address of an endpoint.
 #[repr(C)]
@@ -71,13 +72,15 @@ impl From<Peer> for CPeer {
 }
 
 impl CPeer {
-    pub(crate) fn peer(&self) -> Peer {
+    /// Returns `None` if the family is neither IPv4 nor IPv6.
+    pub(crate) fn peer(&self) -> Option<Peer> {
         let [a, b, c, d, ..] = self.ip;
         let address = match self.family {
             6 => SocketAddrV6::new(Ipv6Addr::from(self.ip), self.port, 0, self.scope).into(),
-            _ => SocketAddr::new(IpAddr::V4(Ipv4Addr::new(a, b, c, d)), self.port),
+            4 => SocketAddr::new(IpAddr::V4(Ipv4Addr::new(a, b, c, d)), self.port),
+            _ => return None,
         };
-        Peer { address, endpoint: self.endpoint }
+        Some(Peer { address, endpoint: self.endpoint })
     }
 }
 
@@ -94,7 +97,8 @@ impl From<Completion> for CCompletion {
             status: completion.status as u32,
             flags: flag(completion.tag.is_some(), TAGGED)
                 | flag(completion.data.is_some(), DATA)
-                | flag(completion.is_released, RELEASED),
+                | flag(completion.is_released, RELEASED)
+                | flag(completion.is_late, LATE),
             reserved: 0,
             peer: completion.peer.into(),
         }

@@ -6,12 +6,13 @@
 //!
 //! - [`proto`]: the protocol, without I/O;
 //! - `node/`: the engine inside the application: socket, progress, waiting;
-//! - `c_api.rs`: the C interface, declared in `include/vnet_rdma.h`.
+//! - `c_api.rs`, `c_wait.rs`: the C interface, declared in `include/vnet_rdma.h`.
 //!
 //! docs/interconnect.md contains a guide, the wire format, and the guarantees under failure.
 
 mod c_api;
 mod c_types;
+mod c_wait;
 mod node;
 pub mod proto;
 

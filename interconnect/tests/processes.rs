@@ -241,7 +241,7 @@ fn an_idle_node_sleeps() {
 #[test]
 fn the_header_and_the_library_agree() {
     let header = include_str!("../include/vnet_rdma.h");
-    let source = include_str!("../src/c_api.rs");
+    let source = concat!(include_str!("../src/c_api.rs"), include_str!("../src/c_wait.rs"));
     let named = |text: &str, before: &str| -> Vec<String> {
         let found = text.split(before).skip(1);
         let mut names: Vec<String> =

@@ -14,7 +14,6 @@ mod notice;
 mod region;
 mod socket;
 
-use std::collections::HashSet;
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr, ToSocketAddrs};
 use std::os::fd::RawFd;
@@ -83,7 +82,6 @@ impl Default for Options {
 struct Inner {
     engine: Engine,
     socket: Socket,
-    known: HashSet<SocketAddr>,
     /// Memory of the regions, which the node frees when it is dropped.
     kept: Vec<Arc<[AtomicU8]>>,
     /// By endpoint number. Created when a thread first sleeps on the endpoint, or requests its descriptor.
@@ -248,7 +246,7 @@ impl Node {
         }
         let epoch = SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |since| since.as_nanos() as u64);
         let engine = Engine::new(config, epoch, random()?);
-        let inner = Inner { engine, socket, known: HashSet::new(), kept: vec![], notices: vec![] };
+        let inner = Inner { engine, socket, kept: vec![], notices: vec![] };
         let shared = Arc::new(Shared {
             descriptor: inner.socket.descriptor(),
             inner: Mutex::new(inner),
@@ -346,12 +344,10 @@ impl Endpoint {
     /// Posts an operation, and sends as many packets as the window allows.
     pub fn post(&self, peer: Peer, out: &Outgoing) -> Result<(), Error> {
         let mut inner = self.shared.inner.lock();
-        if !inner.known.contains(&peer.address) {
-            // Without a route the default datagram size stays, and the peer is later reported as unreachable.
-            if let Ok(datagram) = datagram_to(peer.address) {
-                inner.engine.set_datagram(peer.address, datagram);
-            }
-            inner.known.insert(peer.address);
+        if !inner.engine.has_datagram(peer.address) {
+            // Without a route the default size is as good as any: the peer is later reported as unreachable.
+            let datagram = datagram_to(peer.address).unwrap_or(inner.engine.config().datagram_max);
+            inner.engine.set_datagram(peer.address, datagram);
         }
         inner.engine.post(self.shared.now(), self.number, peer, out)?;
         self.shared.send(&mut inner);
@@ -428,13 +424,23 @@ impl Endpoint {
 
     /// Makes progress, then takes one completion if there is any.
     pub fn poll(&self) -> Option<Completion> {
+        self.poll_by(Engine::poll)
+    }
+
+    /// Like `poll`, but leaves the arrivals of peers' writes in the queue, so that peers which write with immediate data have to
+    /// wait until the application takes them.
+    pub fn poll_own(&self) -> Option<Completion> {
+        self.poll_by(Engine::poll_own)
+    }
+
+    fn poll_by(&self, take: impl Fn(&mut Engine, u16) -> Option<Completion>) -> Option<Completion> {
         let mut inner = self.shared.inner.lock();
         self.shared.polled.fetch_add(1, Ordering::Relaxed);
         inner.lower(self.number);
-        let mut completion = inner.engine.poll(self.number);
+        let mut completion = take(&mut inner.engine, self.number);
         if completion.is_none() {
             self.shared.progress(&mut inner);
-            completion = inner.engine.poll(self.number);
+            completion = take(&mut inner.engine, self.number);
         }
         self.finish_taking(&mut inner);
         completion
@@ -557,12 +563,12 @@ pub fn resolve(name: &str) -> Result<Peer, Error> {
 }
 
 /// Returns random bytes from the kernel.
-fn random() -> Result<u64, Error> {
-    let mut bytes = [0u8; 8];
-    // SAFETY: the kernel writes at most eight bytes into `bytes`, which has this length.
+fn random() -> Result<[u8; 32], Error> {
+    let mut bytes = [0u8; 32];
+    // SAFETY: the kernel writes at most as many bytes into `bytes` as it has.
     let got = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), bytes.len(), 0) };
     if got == bytes.len() as isize {
-        return Ok(u64::from_ne_bytes(bytes));
+        return Ok(bytes);
     }
     Err(Error::Socket((Ipv4Addr::UNSPECIFIED, 0).into(), io::Error::last_os_error()))
 }

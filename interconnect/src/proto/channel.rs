@@ -9,7 +9,7 @@ use super::memory::{Key, Span};
 use super::slab::Slab;
 use super::status::Status;
 use super::window::Window;
-use super::wire::{Body, End, Hello};
+use super::wire::{Body, End, Hello, Write};
 
 /// Maximum number of messages to one endpoint of a peer that the peer's application has not received. With an `eager_max` of
 /// 16 KiB: 4 MiB per peer and endpoint.
@@ -28,8 +28,11 @@ pub(super) const FETCHING_MAX: u32 = 256;
 pub(super) const FOUND_MAX: usize = 1024;
 /// Maximum number of queued control packets. A peer that causes more of them than it acknowledges violates the protocol.
 pub(super) const CONTROL_MAX: usize = 8192;
-/// Maximum size of the message fragments that wait for earlier packets.
+/// Maximum memory of the events of one channel that wait for earlier packets, in bytes.
 pub(super) const WAITING_BYTES_MAX: usize = 2 << 20;
+/// Maximum memory of these events and of messages in assembly on all channels together, in bytes: enough for 32 channels that
+/// lose packets at once. A channel beyond that gets its packets again.
+pub(super) const KEPT_BYTES_MAX: usize = 64 << 20;
 
 /// Content of a packet, kept for its retransmission.
 #[derive(Clone, Copy, Debug)]
@@ -71,8 +74,41 @@ pub(super) struct Event {
     pub(super) flags: u8,
     /// Payload of a packet that carries bytes in order.
     pub(super) payload: Vec<u8>,
+    /// Length of the packet's payload, which may have been placed already.
+    pub(super) len: usize,
     /// For a packet of a write: whether its bytes were placed.
     pub(super) status: Status,
+}
+
+impl Event {
+    /// Bytes of memory that the event takes while it waits.
+    pub(super) fn cost(&self) -> usize {
+        size_of::<Self>() + self.payload.capacity()
+    }
+}
+
+/// A peer's write with immediate data whose packets are being processed, in order.
+#[derive(Default)]
+pub(super) struct Writing {
+    op: u32,
+    /// Offset within the region where the next packet continues the write.
+    next: u64,
+    /// Number of bytes from there to the end of the write.
+    behind: u32,
+    placed: u64,
+}
+
+impl Writing {
+    /// Adds a packet of `len` bytes, and returns how many bytes of its operation have been placed. A packet that does not continue
+    /// the operation begins it, perhaps for another attempt.
+    pub(super) fn add(&mut self, write: &Write, len: usize) -> u64 {
+        let continues = self.op == write.op
+            && self.next == write.at
+            && u64::from(self.behind) == len as u64 + u64::from(write.behind);
+        let placed = if continues { self.placed } else { 0 } + len as u64;
+        *self = Self { op: write.op, next: write.at.wrapping_add(len as u64), behind: write.behind, placed };
+        placed
+    }
 }
 
 /// Kind and parameters of an operation.
@@ -100,6 +136,19 @@ pub(super) enum Form {
     },
 }
 
+/// Completions that an operation still reports.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Reports {
+    /// Success or failure.
+    Any,
+    /// The application wants to know of a failure only.
+    Failure,
+    /// A buffered operation whose success has been reported already.
+    LateFailure,
+    /// The endpoint has closed.
+    Nothing,
+}
+
 /// An operation that this engine originated.
 pub(super) struct Op {
     pub(super) channel: u32,
@@ -112,8 +161,7 @@ pub(super) struct Op {
     pub(super) span: Span,
     /// A copy of the bytes; `span` points into it.
     pub(super) owned: Option<Vec<u8>>,
-    /// The operation reports no further completion: its completion was already reported, or the application wants none.
-    pub(super) is_quiet: bool,
+    pub(super) reports: Reports,
     pub(super) is_eager: bool,
     /// Number of bytes that have been sent at least once.
     pub(super) sent: u32,
@@ -223,6 +271,13 @@ pub(super) struct Assembly {
     pub(super) target: Assembled,
 }
 
+impl Assembly {
+    /// Bytes of the engine's own memory that the message takes.
+    pub(super) fn cost(&self) -> usize {
+        if matches!(self.target, Assembled::Unexpected(_)) { self.total as usize } else { 0 }
+    }
+}
+
 pub(super) enum Assembled {
     /// The message goes into a posted buffer: its span, and the completion to report.
     Posted(Span, Box<super::endpoint::Completion>),
@@ -268,6 +323,13 @@ pub(super) struct Channel {
     pub(super) held: VecDeque<What>,
     pub(super) last_sent_at: u64,
     pub(super) is_queued: bool,
+    pub(super) writing: Writing,
+    /// Time until which no other handshake of the peer causes a challenge.
+    pub(super) challenged_until: u64,
+    /// Time of the last packet with this channel's session number, which proves that the peer receives at its address.
+    pub(super) heard_at: Option<u64>,
+    /// Number of operations, pulls and held offers that name this channel.
+    pub(super) uses: u32,
 }
 
 impl Channel {
@@ -301,7 +363,33 @@ impl Channel {
             held: VecDeque::new(),
             last_sent_at: now,
             is_queued: false,
+            writing: Writing::default(),
+            challenged_until: 0,
+            heard_at: None,
+            uses: 0,
         }
+    }
+
+    /// Whether nothing is under way, so that closing the channel ends no operation of either side.
+    pub(super) fn is_idle(&self) -> bool {
+        self.uses == 0
+            && self.window.is_empty()
+            && self.control.is_empty()
+            && self.assembly.is_none()
+            && self.serves.len() == 0
+            && !self.arrivals.has_gaps()
+            && self.arrivals.due().is_none()
+            && !self.is_welcome_due
+    }
+
+    /// Whether only a handshake came from the peer's address, which anybody may have forged.
+    pub(super) fn is_unproven(&self) -> bool {
+        self.peer.is_some() && self.heard_at.is_none()
+    }
+
+    /// Bytes of the engine's own memory that the channel's packets take.
+    pub(super) fn kept_bytes(&self) -> usize {
+        self.waiting_bytes + self.assembly.as_ref().map_or(0, Assembly::cost)
     }
 
     /// Returns the flow to an endpoint of the peer, and creates it if needed.

@@ -13,7 +13,7 @@ pub(super) const ENDPOINTS_MAX: usize = 1024;
 pub(super) const POSTED_MAX: usize = 65_536;
 /// Maximum number of unexpected messages of one endpoint.
 pub(super) const UNEXPECTED_MAX: usize = 65_536;
-/// Maximum total size of an endpoint's unexpected messages, in bytes.
+/// Maximum memory of an endpoint's unexpected messages, in bytes.
 pub(super) const UNEXPECTED_BYTES_MAX: usize = 64 << 20;
 
 /// Address of an endpoint: socket address of its engine and endpoint number.
@@ -63,6 +63,8 @@ pub struct Completion {
     pub offset: u64,
     /// The buffer belongs to the application again. A buffer that takes several messages is released with its last completion.
     pub is_released: bool,
+    /// The operation was buffered and reported as a success before; now it has failed.
+    pub is_late: bool,
     /// The multi-message buffer that holds this message. `None` once the completion has been queued for the application.
     pub(crate) buffer: Option<u32>,
 }
@@ -122,12 +124,20 @@ pub(super) struct Unexpected {
     pub(super) claim: Option<u64>,
 }
 
+impl Unexpected {
+    /// Bytes of memory that the message takes.
+    fn cost(&self) -> usize {
+        size_of::<Self>() + if let Held::Bytes(bytes) = &self.held { bytes.capacity() } else { 0 }
+    }
+}
+
 pub(super) struct Endpoint {
     pub(super) posted: VecDeque<Posted>,
     /// Buffers that take several messages. The slab has room for as many as there can be posted receives; the engine's limit on
     /// pulls bounds the buffers that are in use but no longer posted.
     pub(super) buffers: Slab<Buffer>,
     pub(super) unexpected: VecDeque<Unexpected>,
+    /// Memory of the unexpected messages, in bytes.
     pub(super) unexpected_bytes: usize,
     pub(super) completions: VecDeque<Completion>,
 }
@@ -173,6 +183,7 @@ impl Endpoint {
             peer: from,
             offset,
             is_released: is_used_up,
+            is_late: false,
             buffer,
         };
         if is_used_up {
@@ -216,23 +227,30 @@ impl Endpoint {
 
     /// Whether there is room for another unexpected message of `bytes` bytes.
     pub(super) fn has_room(&self, bytes: usize) -> bool {
-        self.unexpected.len() < UNEXPECTED_MAX && self.unexpected_bytes + bytes <= UNEXPECTED_BYTES_MAX
+        self.unexpected.len() < UNEXPECTED_MAX
+            && self.unexpected_bytes + bytes + size_of::<Unexpected>() <= UNEXPECTED_BYTES_MAX
     }
 
     /// Stores an unexpected message.
     pub(super) fn hold(&mut self, message: Unexpected) {
-        if let Held::Bytes(bytes) = &message.held {
-            self.unexpected_bytes += bytes.len();
-        }
+        self.unexpected_bytes += message.cost();
         self.unexpected.push_back(message);
+    }
+
+    /// Removes the offers of a channel that has failed.
+    pub(super) fn forget_offers(&mut self, lost: u32) {
+        let bytes = &mut self.unexpected_bytes;
+        self.unexpected.retain(|message| {
+            let is_lost = matches!(message.held, Held::Offer { channel, .. } if channel == lost);
+            *bytes -= if is_lost { message.cost() } else { 0 };
+            !is_lost
+        });
     }
 
     /// Removes the unexpected message at `place` and returns it.
     pub(super) fn release(&mut self, place: usize) -> Option<Unexpected> {
         let message = self.unexpected.remove(place)?;
-        if let Held::Bytes(bytes) = &message.held {
-            self.unexpected_bytes -= bytes.len();
-        }
+        self.unexpected_bytes -= message.cost();
         Some(message)
     }
 }

@@ -2,6 +2,9 @@
 
 use std::collections::HashMap;
 
+use chacha20::ChaCha20Rng;
+use chacha20::rand_core::Rng;
+
 use super::status::Status;
 
 /// Maximum number of regions of one engine. A region costs about 80 bytes, so a full table takes 5 MiB.
@@ -108,13 +111,13 @@ struct Region {
 /// Table of the registered regions by key.
 pub(super) struct Memory {
     regions: HashMap<Key, Region>,
-    /// State of the key generator. The engine seeds it randomly so that peers cannot easily guess keys.
-    random: u64,
+    /// Generator of keys. It is cryptographic, because a peer that knows some keys must not be able to compute others.
+    random: ChaCha20Rng,
 }
 
 impl Memory {
-    pub(super) fn new(seed: u64) -> Self {
-        Self { regions: HashMap::new(), random: seed }
+    pub(super) fn new(random: ChaCha20Rng) -> Self {
+        Self { regions: HashMap::new(), random }
     }
 
     /// Registers `span` for operations that address `endpoint`. Returns `None` if the table is full or the requested key is
@@ -133,7 +136,7 @@ impl Memory {
         let key = match key {
             Some(key) => key,
             None => loop {
-                let key = super::random::mix(&mut self.random);
+                let key = self.random.next_u64();
                 if !self.regions.contains_key(&key) {
                     break key;
                 }
@@ -177,6 +180,8 @@ impl Memory {
 
 #[cfg(test)]
 mod tests {
+    use chacha20::rand_core::SeedableRng;
+
     use super::*;
 
     #[test]
@@ -184,7 +189,7 @@ mod tests {
         let mut bytes = [7u8; 100];
         // SAFETY: `bytes` outlives all uses of the span below, and the test does not access it meanwhile.
         let span = unsafe { Span::new(bytes.as_mut_ptr(), bytes.len()) };
-        let mut memory = Memory::new(1);
+        let mut memory = Memory::new(ChaCha20Rng::from_seed([1; 32]));
         let read = Access { read: true, write: false };
         let key = memory.register(3, span, 1000, read, None).unwrap();
         assert_eq!(memory.register(3, span, 0, read, Some(key)), None);
@@ -202,6 +207,29 @@ mod tests {
         assert!(refused.into_iter().all(|found| found.is_err_and(|status| status == Status::BadKey)));
         assert!(memory.deregister(key) && !memory.deregister(key));
         assert!(memory.find(3, key, 1000, 1, false).is_err());
+    }
+
+    /// A SplitMix64 generator, whose state follows from any of its numbers, would reveal all keys.
+    #[test]
+    fn a_key_tells_nothing_of_the_next() {
+        const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
+        let mix = |state: u64| {
+            let z = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+            let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+            z ^ (z >> 31)
+        };
+        let undo_shift = |number: u64, by: u32| (0..64 / by + 1).fold(number, |z, _| number ^ (z >> by));
+        // The inverses of the two factors modulo 2^64.
+        let state_of = |key: u64| {
+            let z = undo_shift(key, 31).wrapping_mul(0x3196_42b2_d24d_8ec3);
+            let z = undo_shift(z, 27).wrapping_mul(0x96de_1b17_3f11_9089);
+            undo_shift(z, 30)
+        };
+        assert_eq!(mix(state_of(77)), 77);
+        let mut memory = Memory::new(ChaCha20Rng::from_seed([1; 32]));
+        let mut key = || memory.register(0, Span::EMPTY, 0, Access::default(), None).unwrap();
+        let (first, second) = (key(), key());
+        assert_ne!(mix(state_of(first).wrapping_add(STEP)), second);
     }
 
     #[test]

@@ -16,11 +16,11 @@
 //! - The target's engine executes **atomic operations** in packet order (`atomic.rs`).
 //! - Each message consumes a **credit** of its target endpoint. An endpoint that cannot accept a message answers
 //!   **receiver not ready**; the origin sends that message and all messages behind it again later.
-//! - No operation waits forever: a peer that acknowledges nothing for `dead_after` counts as dead, the epoch reveals a restarted
-//!   peer, and operations can have a deadline. Each of these cases ends the operation with a [`Status`].
+//! - No operation waits forever: a peer that acknowledges nothing for `dead_after` counts as dead, a restarted peer rejects
+//!   packets of its former life, and operations can have a deadline. Each of these cases ends the operation with a [`Status`].
 //!
 //! Each bound is defined beside the resource that it limits: `WINDOW`, `OPERATIONS_MAX`, `PULLS_MAX`, `SERVES_MAX`,
-//! `CHANNELS_MAX`, `REGIONS_MAX`, `ENDPOINTS_MAX`, `UNEXPECTED_MAX`, `UNEXPECTED_BYTES_MAX`, `POSTED_MAX`.
+//! `CHANNELS_MAX`, `REGIONS_MAX`, `ENDPOINTS_MAX`, `UNEXPECTED_MAX`, `UNEXPECTED_BYTES_MAX`, `KEPT_BYTES_MAX`, `POSTED_MAX`.
 
 mod arrivals;
 mod atomic;
@@ -28,7 +28,6 @@ mod channel;
 mod endpoint;
 mod engine;
 mod memory;
-mod random;
 mod slab;
 mod status;
 mod window;

@@ -38,9 +38,9 @@ pub mod flags {
 /// Handshake that opens or accepts a channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hello {
-    /// Start time of the engine in nanoseconds; grows with each restart.
+    /// Start time of the engine in nanoseconds, which tells its lives apart.
     pub epoch: u64,
-    /// Number of this channel within the epoch; grows with each channel.
+    /// Number of this channel within the epoch.
     pub channel: u32,
     /// Session number that packets to the sender of this handshake have to carry.
     pub session: u32,

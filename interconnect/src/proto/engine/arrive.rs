@@ -6,7 +6,7 @@
 use std::net::SocketAddr;
 
 use super::super::arrivals::Place;
-use super::super::channel::{CONTROL_MAX, Event, Form, Op, WAITING_BYTES_MAX, What};
+use super::super::channel::{CONTROL_MAX, Event, Form, KEPT_BYTES_MAX, Op, WAITING_BYTES_MAX, What};
 use super::super::endpoint::{Completion, Kind, Peer};
 use super::super::status::Status;
 use super::super::wire::{Body, Credit, End, Header, Hello, Subject, Write, flags};
@@ -17,12 +17,16 @@ const RESETS_MAX: usize = 64;
 /// Initial pause before a message is sent again to an endpoint that was not ready; the pause doubles with each attempt.
 const NOT_READY_FIRST_NS: u64 = 1_000_000;
 const NOT_READY_MAX_NS: u64 = 64_000_000;
+/// Minimum interval between two challenges of a peer: as long as it waits before it repeats a handshake.
+const CHALLENGE_NS: u64 = 5_000_000;
 
 /// A packet with its position in the channel's sequence.
 struct Arrived<'a> {
     channel: u32,
     flags: u8,
     payload: &'a [u8],
+    /// Length of the payload, which for a write is not kept until the packet's turn.
+    len: usize,
     status: Status,
 }
 
@@ -52,18 +56,13 @@ impl Engine {
     }
 
     fn greeted(&mut self, from: SocketAddr, hello: Hello) {
+        let name = |hello: &Hello| (hello.epoch, hello.channel, hello.session);
         if let Some(number) = self.addresses.get(&from).copied() {
             let Some(channel) = self.channels.get_mut(number) else { return };
             match channel.peer {
                 None => self.opened(number, hello),
-                Some(peer) if (peer.epoch, peer.channel) == (hello.epoch, hello.channel) => {}
-                // The peer sent this packet before it restarted.
-                Some(peer) if (peer.epoch, peer.channel) > (hello.epoch, hello.channel) => return,
-                Some(_) => {
-                    self.fail_channel(number, Status::PeerRestarted);
-                    self.new_channel(from, Some(hello));
-                    return;
-                }
+                Some(peer) if name(&peer) == name(&hello) => {}
+                Some(_) => return self.challenge(number),
             }
             if let Some(channel) = self.channels.get_mut(number) {
                 channel.is_welcome_due = true;
@@ -74,10 +73,23 @@ impl Engine {
         }
     }
 
+    /// A handshake of another life of the peer has arrived: the peer was restarted, or the packet is old or forged. A packet on the
+    /// channel finds out: a peer that was restarted answers RESET, which ends the channel, and repeats its handshake.
+    fn challenge(&mut self, number: u32) {
+        let now = self.now;
+        let Some(own) = self.channels.get_mut(number).filter(|own| now >= own.challenged_until) else {
+            return;
+        };
+        own.challenged_until = now + CHALLENGE_NS;
+        self.control(number, What::Control(Body::Noop, 0));
+    }
+
     fn welcomed(&mut self, from: SocketAddr, session: u32, hello: Hello) {
         let number = self.addresses.get(&from).copied();
         let Some(channel) = number.and_then(|number| self.channels.get_mut(number)) else { return };
-        if let Some(number) = number.filter(|_| channel.session == session && channel.peer.is_none()) {
+        let is_own = channel.session == session;
+        channel.heard_at = if is_own { Some(self.now) } else { channel.heard_at };
+        if let Some(number) = number.filter(|_| is_own && channel.peer.is_none()) {
             self.opened(number, hello);
         }
     }
@@ -109,6 +121,7 @@ impl Engine {
         self.make_ready(channel);
         let now = self.now;
         let Some(own) = self.channels.get_mut(channel).filter(|own| own.peer.is_some()) else { return };
+        own.heard_at = Some(now);
         own.arrivals.congestion |= congestion;
         if !header.body.is_numbered() {
             return;
@@ -120,23 +133,26 @@ impl Engine {
             self.counters.useless += 1;
             return;
         };
-        let waits_with_bytes = header.body.carries_in_order();
-        if matches!(place, Place::Ahead(_))
-            && waits_with_bytes
-            && own.waiting_bytes + payload.len() > WAITING_BYTES_MAX
-        {
+        let kept = if header.body.carries_in_order() { payload } else { &[] };
+        let cost = size_of::<Event>() + kept.len();
+        let has_room =
+            own.waiting_bytes + cost <= WAITING_BYTES_MAX && self.kept_bytes + cost <= KEPT_BYTES_MAX;
+        if matches!(place, Place::Ahead(_)) && may_wait(&header.body, header.flags) && !has_room {
             self.counters.no_memory += 1;
             return;
         }
         let status = self.place_bytes(channel, &header.body, payload);
-        let arrived = Arrived { channel, flags: header.flags, payload, status };
+        let len = payload.len();
+        let arrived = Arrived { channel, flags: header.flags, payload, len, status };
         let Some(own) = self.channels.get_mut(channel) else { return };
         if matches!(place, Place::Ahead(_)) {
             let event = needs_order(&header.body, &arrived).then(|| {
-                let payload = if waits_with_bytes { payload.to_vec() } else { vec![] };
-                Event { body: header.body, flags: header.flags, payload, status }
+                let payload = kept.to_vec();
+                Event { body: header.body, flags: header.flags, payload, len, status }
             });
-            own.waiting_bytes += event.as_ref().map_or(0, |event| event.payload.len());
+            let cost = event.as_ref().map_or(0, Event::cost);
+            own.waiting_bytes += cost;
+            self.kept_bytes += cost;
             own.arrivals.keep(number, event);
         } else {
             own.arrivals.advance();
@@ -144,10 +160,11 @@ impl Engine {
             while let Some(event) = self.channels.get_mut(channel).and_then(|own| own.arrivals.pop()) {
                 let Some(event) = event else { continue };
                 if let Some(own) = self.channels.get_mut(channel) {
-                    own.waiting_bytes -= event.payload.len();
+                    own.waiting_bytes -= event.cost();
+                    self.kept_bytes -= event.cost();
                 }
-                let Event { body, flags, payload, status } = event;
-                self.run(&Arrived { channel, flags, payload: &payload, status }, &body);
+                let Event { body, flags, payload, len, status } = event;
+                self.run(&Arrived { channel, flags, payload: &payload, len, status }, &body);
             }
         }
         let Some(own) = self.channels.get_mut(channel) else { return };
@@ -241,7 +258,9 @@ impl Engine {
                 self.complete_held(channel);
             }
             Body::Credit(Credit { to, limit }) => {
-                let flow = self.channels.get_mut(channel).map(|own| own.flow(to));
+                // A peer returns credits only for messages that this engine has sent.
+                let own = self.channels.get_mut(channel);
+                let flow = own.and_then(|own| own.flows.iter_mut().find(|flow| flow.to == to));
                 if let Some(flow) = flow.filter(|flow| (limit.wrapping_sub(flow.limit) as i32) > 0) {
                     flow.limit = limit;
                 }
@@ -252,15 +271,17 @@ impl Engine {
 
     /// Handles a fragment of a peer's write that was placed or refused.
     fn written(&mut self, arrived: &Arrived, write: Write) {
-        let Arrived { channel, flags, status, .. } = *arrived;
-        let has_data = flags & flags::DATA != 0;
+        let Arrived { channel, flags, status, len, .. } = *arrived;
         if status != Status::Success {
-            self.fail_operation(channel, write.op, status);
-        } else if has_data
-            && write.behind == 0
-            && self.admit(channel, flags, (write.to, write.seq, write.op), None)
-        {
-            self.arrival(channel, write.to, write.from, write.data, arrived.payload.len() as u64);
+            return self.fail_operation(channel, write.op, status);
+        }
+        if flags & flags::DATA == 0 {
+            return;
+        }
+        let Some(own) = self.channels.get_mut(channel) else { return };
+        let placed = own.writing.add(&write, len);
+        if write.behind == 0 && self.admit(channel, flags, (write.to, write.seq, write.op), None) {
+            self.arrival(channel, write.to, write.from, write.data, placed);
         }
     }
 
@@ -277,6 +298,7 @@ impl Engine {
             peer: Peer { address: own.address, endpoint: from },
             offset: 0,
             is_released: false,
+            is_late: false,
             buffer: None,
         };
         self.report(endpoint, completion);
@@ -353,13 +375,20 @@ impl Engine {
     }
 }
 
+/// Whether a packet that is ahead of earlier packets may have to wait for them; a write that is refused waits, too.
+fn may_wait(body: &Body, flags: u8) -> bool {
+    match body {
+        Body::Data(_) | Body::Noop => false,
+        Body::Write(_) => flags & flags::DATA != 0,
+        _ => true,
+    }
+}
+
 /// Whether a packet may be processed only after all earlier packets.
 fn needs_order(body: &Body, arrived: &Arrived) -> bool {
     match body {
         Body::Data(_) | Body::Noop => false,
-        Body::Write(write) => {
-            arrived.status != Status::Success || arrived.flags & flags::DATA != 0 && write.behind == 0
-        }
+        Body::Write(_) => arrived.status != Status::Success || arrived.flags & flags::DATA != 0,
         _ => true,
     }
 }

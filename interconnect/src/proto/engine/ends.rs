@@ -1,7 +1,7 @@
 //! How operations end: completions, deadlines, dead peers.
 
-use super::super::channel::{Assembled, Form, Source, What};
-use super::super::endpoint::{Completion, Held, Kind, Peer};
+use super::super::channel::{Assembled, Channel, Form, Reports, Source, What};
+use super::super::endpoint::{Completion, Kind, Peer};
 use super::super::status::Status;
 use super::super::window::Timeout;
 use super::super::wire::Body;
@@ -11,6 +11,8 @@ use super::{Engine, Purpose};
 const LOOK_NS: u64 = 500_000;
 /// Interval at which the deadlines of operations are checked.
 const DEADLINES_NS: u64 = 50_000_000;
+/// Number of idle channels that a full table closes at once, so that looking for them costs little for each new channel.
+const EVICTED: usize = 64;
 
 impl Engine {
     /// Ends an operation and queues its completion.
@@ -27,6 +29,7 @@ impl Engine {
         let mut peer = None;
         if let Some(own) = self.channels.get_mut(op.channel) {
             peer = Some(Peer { address: own.address, endpoint: op.to });
+            own.uses -= 1;
             own.fetching -= u32::from(op.is_fetching);
             let flow = own.flow(op.to);
             flow.writes_offered -= u32::from(op.is_offered_write() && op.sent > 0);
@@ -35,8 +38,12 @@ impl Engine {
             }
             self.make_ready(op.channel);
         }
-        if let (Some(peer), false) = (peer, op.is_quiet && (status == Status::Success || op.owned.is_some()))
-        {
+        let is_reported = match op.reports {
+            Reports::Any => true,
+            Reports::Failure | Reports::LateFailure => status != Status::Success,
+            Reports::Nothing => false,
+        };
+        if let Some(peer) = peer.filter(|_| is_reported) {
             let kind = match op.form {
                 Form::Message { .. } => Kind::Send,
                 Form::Write { .. } => Kind::Write,
@@ -44,9 +51,20 @@ impl Engine {
                 Form::Atomic { .. } => Kind::Atomic,
             };
             let (context, tag, data) = (op.context, None, None);
-            let (offset, is_released, buffer) = (0, false, None);
-            let completion =
-                Completion { kind, status, context, len, tag, data, peer, offset, is_released, buffer };
+            let (offset, is_released, is_late) = (0, false, op.reports == Reports::LateFailure);
+            let completion = Completion {
+                kind,
+                status,
+                context,
+                len,
+                tag,
+                data,
+                peer,
+                offset,
+                is_released,
+                is_late,
+                buffer: None,
+            };
             self.report(op.endpoint, completion);
         }
         if let Some(bytes) = op.owned {
@@ -56,8 +74,9 @@ impl Engine {
 
     /// Closes a channel: everything on it ends with `status`.
     pub(super) fn fail_channel(&mut self, number: u32, status: Status) {
-        let Some(channel) = self.channels.get(number) else { return };
-        let address = channel.address;
+        if self.channels.get(number).is_none() {
+            return;
+        }
         self.counters.failed_channels += 1;
         let pulls =
             self.pulls.numbers(|pull| pull.channel == number && !matches!(pull.purpose, Purpose::Read(_)));
@@ -71,19 +90,44 @@ impl Engine {
         for id in self.ops.numbers(|op| op.channel == number) {
             self.complete_op(id, status, 0);
         }
-        let assembly = self.channels.get_mut(number).and_then(|channel| channel.assembly.take());
-        if let Some(assembly) = assembly
+        if let Some(assembly) = self.take_assembly(number)
             && let Assembled::Posted(_, mut completion) = assembly.target
         {
             completion.status = status;
             self.report(assembly.to, *completion);
         }
-        let is_lost = |held: &Held| matches!(held, Held::Offer { channel, .. } if *channel == number);
-        for endpoint in self.endpoints.iter_mut().flatten() {
-            endpoint.unexpected.retain(|message| !is_lost(&message.held));
+        self.endpoints.iter_mut().flatten().for_each(|endpoint| endpoint.forget_offers(number));
+        self.remove_channel(number);
+    }
+
+    fn remove_channel(&mut self, number: u32) {
+        if let Some(channel) = self.channels.remove(number) {
+            self.kept_bytes -= channel.kept_bytes();
+            self.addresses.remove(&channel.address);
         }
-        self.channels.remove(number);
-        self.addresses.remove(&address);
+    }
+
+    /// Closes a channel on which nothing is under way, and tells the peer.
+    fn dismiss(&mut self, number: u32) {
+        let Some(channel) = self.channels.get(number) else { return };
+        if channel.peer.is_some() {
+            self.resets.push_back((channel.address, channel.session));
+        }
+        self.remove_channel(number);
+    }
+
+    /// Makes room for new channels: closes those that have been idle for the longest time. Channels of peers that have proved
+    /// nothing go first, so that forged handshakes only displace each other.
+    pub(super) fn evict(&mut self) {
+        let rank =
+            |channel: &Channel| (!channel.is_unproven(), channel.heard_at.unwrap_or(channel.opened_at));
+        let mut idle: Vec<(bool, u64, u32)> = vec![];
+        for number in self.channels.numbers(Channel::is_idle) {
+            let Some((is_proven, since)) = self.channels.get(number).map(rank) else { continue };
+            idle.push((is_proven, since, number));
+        }
+        idle.sort_unstable();
+        idle.iter().take(EVICTED).for_each(|(_, _, number)| self.dismiss(*number));
     }
 
     /// Checks all timers. The caller should call it often, at the latest at `wake_at`.
@@ -115,6 +159,10 @@ impl Engine {
             }
             return;
         }
+        let has_had_time = now.saturating_sub(channel.opened_at) >= dead_after;
+        if has_had_time && channel.is_unproven() && channel.is_idle() {
+            return self.dismiss(number);
+        }
         let mut is_ready =
             channel.flows.iter().any(|flow| flow.paused_until != 0 && now >= flow.paused_until);
         match channel.window.tick(now, dead_after) {
@@ -139,7 +187,10 @@ impl Engine {
 
     /// Ends messages whose endpoint was not ready for too long.
     fn give_up_on_endpoints(&mut self, now: u64, number: u32) {
-        let patience = self.config.not_ready_ns;
+        let patience = match self.config.not_ready_ns {
+            0 => return,
+            patience => patience,
+        };
         let Some(channel) = self.channels.get_mut(number) else { return };
         let mut ended = vec![];
         for flow in &mut channel.flows {

@@ -1,6 +1,6 @@
 //! Matches messages with posted buffers.
 
-use super::super::channel::{Assembled, Assembly, CREDITS, What};
+use super::super::channel::{Assembled, Assembly, CREDITS, Grant, KEPT_BYTES_MAX, What};
 use super::super::endpoint::{Completion, Held, Kind, Match, Peer, Unexpected};
 use super::super::memory::Span;
 use super::super::status::Status;
@@ -47,11 +47,12 @@ impl Engine {
                     self.consumed(channel, message.to, 1);
                     Assembled::Posted(span, Box::new(completion))
                 }
-                None => Assembled::Unexpected(self.buffer()),
+                None => Assembled::Unexpected(self.buffer_for(message.total as usize)),
             };
             let Some(own) = self.channels.get_mut(channel) else { return };
             let Message { to, op, total, .. } = message;
-            own.assembly = Some(Assembly { to, op, total, received: 0, target });
+            let assembly = own.assembly.insert(Assembly { to, op, total, received: 0, target });
+            self.kept_bytes += assembly.cost();
         }
         let Some(own) = self.channels.get_mut(channel) else { return };
         let assembly = own.assembly.as_mut().filter(|assembly| {
@@ -75,10 +76,14 @@ impl Engine {
         }
     }
 
+    pub(super) fn take_assembly(&mut self, channel: u32) -> Option<Assembly> {
+        let assembly = self.channels.get_mut(channel)?.assembly.take()?;
+        self.kept_bytes -= assembly.cost();
+        Some(assembly)
+    }
+
     fn finish_assembly(&mut self, channel: u32, from: Peer, tag: Option<u64>, data: Option<u64>) {
-        let Some(assembly) = self.channels.get_mut(channel).and_then(|own| own.assembly.take()) else {
-            return;
-        };
+        let Some(assembly) = self.take_assembly(channel) else { return };
         match assembly.target {
             Assembled::Posted(_, completion) => self.report(assembly.to, *completion),
             Assembled::Unexpected(bytes) => {
@@ -102,9 +107,7 @@ impl Engine {
     /// Drops a partially received message whose remaining fragments will not come, or have no endpoint any more. The origin must
     /// not take their acknowledgements for success.
     pub(super) fn abandon_assembly(&mut self, channel: u32) {
-        let Some(assembly) = self.channels.get_mut(channel).and_then(|own| own.assembly.take()) else {
-            return;
-        };
+        let Some(assembly) = self.take_assembly(channel) else { return };
         self.fail_operation(channel, assembly.op, Status::NotReady);
         match assembly.target {
             Assembled::Posted(_, mut completion) => {
@@ -149,6 +152,9 @@ impl Engine {
             None => {
                 let held = Held::Offer { channel, op: offer.op };
                 own.hold(Unexpected { from, tag, data, len: offer.total, held, claim: None });
+                if let Some(own) = self.channels.get_mut(channel) {
+                    own.uses += 1;
+                }
             }
         }
     }
@@ -162,13 +168,20 @@ impl Engine {
         (to, seq, op): (u16, u32, u32),
         message: Option<(Option<u64>, Peer, usize)>,
     ) -> bool {
+        let kept = self.kept_bytes;
         let has_room = self.endpoint(to).is_some_and(|own| match message {
             None => own.completions.len() < super::OPERATIONS_MAX,
             Some((tag, from, bytes)) => {
-                own.has_room(bytes) || own.posted.iter().any(|posted| posted.matching.takes(tag, from))
+                own.has_room(bytes) && kept + bytes <= KEPT_BYTES_MAX
+                    || own.posted.iter().any(|posted| posted.matching.takes(tag, from))
             }
         });
-        let Some(grant) = self.channels.get_mut(channel).and_then(|own| own.grant(to)) else {
+        // The peer may send only messages for which it has credits, and each of them once.
+        let is_granted = |grant: &&mut Grant| {
+            (seq.wrapping_sub(grant.expected) as i32) >= 0 && (seq.wrapping_sub(grant.limit) as i32) < 0
+        };
+        let grant = self.channels.get_mut(channel).and_then(|own| own.grant(to)).filter(is_granted);
+        let Some(grant) = grant else {
             self.fail_channel(channel, Status::Protocol);
             return false;
         };
@@ -185,11 +198,9 @@ impl Engine {
         }
         // Skips the numbers of messages that ended at their origin before they were sent.
         let skipped = seq.wrapping_sub(grant.expected);
-        if (skipped as i32) >= 0 {
-            grant.expected = seq.wrapping_add(1);
-            if skipped > 0 {
-                self.consumed(channel, to, skipped);
-            }
+        grant.expected = seq.wrapping_add(1);
+        if skipped > 0 {
+            self.consumed(channel, to, skipped);
         }
         true
     }
@@ -235,9 +246,17 @@ impl Engine {
                 }
             }
             Held::Offer { channel, op } => {
+                self.offer_leaves(channel);
                 self.consumed(channel, endpoint, 1);
                 self.pull_message(channel, op, endpoint, span, completion);
             }
+        }
+    }
+
+    /// An endpoint holds an offer of this channel no longer.
+    pub(super) fn offer_leaves(&mut self, channel: u32) {
+        if let Some(own) = self.channels.get_mut(channel) {
+            own.uses -= 1;
         }
     }
 
@@ -290,6 +309,7 @@ impl Engine {
             peer,
             offset: 0,
             is_released: true,
+            is_late: false,
             buffer: None,
         };
         self.deliver_held(endpoint, message, span, completion);

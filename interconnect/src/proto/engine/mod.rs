@@ -15,10 +15,12 @@ mod pulls;
 use std::collections::{HashMap, VecDeque};
 use std::net::SocketAddr;
 
-use super::channel::{Channel, Op, What};
+use chacha20::ChaCha20Rng;
+use chacha20::rand_core::{Rng, SeedableRng};
+
+use super::channel::{Channel, Op, Reports, What};
 use super::endpoint::{Completion, ENDPOINTS_MAX, Endpoint, Held, Kind, POSTED_MAX};
 use super::memory::{Access, Key, Memory, Span};
-use super::random::mix;
 use super::slab::Slab;
 use super::status::Status;
 use super::wire::Hello;
@@ -50,7 +52,7 @@ pub struct Config {
     pub dead_after_ns: u64,
     /// Deadline of an operation in nanoseconds. With 0, an operation fails only if its peer dies.
     pub operation_timeout_ns: u64,
-    /// How long messages wait for an endpoint that is not ready, in nanoseconds.
+    /// How long messages wait for an endpoint that is not ready, in nanoseconds. With 0, without limit.
     pub not_ready_ns: u64,
     /// Keep-alive interval, in nanoseconds, of a channel with pending work but without traffic.
     pub keepalive_ns: u64,
@@ -152,7 +154,7 @@ enum Purpose {
 pub struct Engine {
     config: Config,
     epoch: u64,
-    random: u64,
+    random: ChaCha20Rng,
     channel_number: u32,
     memory: Memory,
     endpoints: Vec<Option<Endpoint>>,
@@ -168,6 +170,8 @@ pub struct Engine {
     late: VecDeque<u32>,
     /// Pulls with bytes that have not been requested yet.
     pulls_waiting: VecDeque<u32>,
+    /// Memory of events that wait and of messages in assembly, in bytes. At most `KEPT_BYTES_MAX`.
+    kept_bytes: usize,
     /// Number of bytes that may still be requested.
     budget: i64,
     resets: VecDeque<(SocketAddr, u32)>,
@@ -180,12 +184,12 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// Creates an engine. `epoch` is its start time in nanoseconds, from a clock that a restart does not set back. A random
-    /// `seed` makes keys hard to guess.
-    pub fn new(config: Config, epoch: u64, seed: u64) -> Self {
+    /// Creates an engine. `epoch` is its start time in nanoseconds, which no other life of this address has. A random `seed` makes
+    /// keys and session numbers impossible to guess.
+    pub fn new(config: Config, epoch: u64, seed: [u8; 32]) -> Self {
         let budget = config.receive_budget as i64;
-        let mut random = seed;
-        let memory = Memory::new(mix(&mut random));
+        let mut random = ChaCha20Rng::from_seed(seed);
+        let memory = Memory::new(ChaCha20Rng::from_rng(&mut random));
         Self {
             config,
             epoch,
@@ -201,6 +205,7 @@ impl Engine {
             ready: VecDeque::new(),
             late: VecDeque::new(),
             pulls_waiting: VecDeque::new(),
+            kept_bytes: 0,
             budget,
             resets: VecDeque::new(),
             done: vec![],
@@ -247,9 +252,12 @@ impl Engine {
         for key in self.memory.keys_of(endpoint) {
             self.deregister(key);
         }
-        let outlives = |op: &Op| op.owned.is_some() && op.is_quiet && !op.fetches();
-        for op in self.ops.numbers(|op| op.endpoint == endpoint && !outlives(op)) {
-            self.complete_op(op, Status::Cancelled, 0);
+        let outlives = |op: &Op| op.owned.is_some() && op.reports != Reports::Any && !op.fetches();
+        for number in self.ops.numbers(|op| op.endpoint == endpoint) {
+            match self.ops.get_mut(number) {
+                Some(op) if outlives(op) => op.reports = Reports::Nothing,
+                _ => self.complete_op(number, Status::Cancelled, 0),
+            }
         }
         self.drop_pulls_of(endpoint);
         let assembles =
@@ -274,6 +282,7 @@ impl Engine {
         }
         for message in held {
             if let Held::Offer { channel, op } = message.held {
+                self.offer_leaves(channel);
                 self.end_operation(channel, op, Status::NotReady);
             }
         }
@@ -305,9 +314,16 @@ impl Engine {
     /// Sets the maximum datagram size for peers at this address.
     pub fn set_datagram(&mut self, address: SocketAddr, bytes: usize) {
         let bytes = bytes.clamp(576, 65_507);
-        if self.datagrams.len() < 2 * CHANNELS_MAX {
-            self.datagrams.insert(address, bytes);
+        if self.datagrams.len() >= 2 * CHANNELS_MAX {
+            let addresses = &self.addresses;
+            self.datagrams.retain(|address, _| addresses.contains_key(address));
         }
+        self.datagrams.insert(address, bytes);
+    }
+
+    /// Whether the maximum datagram size for peers at this address has been set.
+    pub fn has_datagram(&self, address: SocketAddr) -> bool {
+        self.datagrams.contains_key(&address)
     }
 
     /// Removes the oldest completion of an endpoint and returns it.
@@ -319,6 +335,14 @@ impl Engine {
             self.consumed(channel, endpoint, 1);
         }
         Some(completion)
+    }
+
+    /// Removes the oldest completion of an operation or receive of this endpoint, and returns it. Notices of writes of peers stay,
+    /// and hold back further ones.
+    pub fn poll_own(&mut self, endpoint: u16) -> Option<Completion> {
+        let completions = &mut self.endpoint_mut(endpoint)?.completions;
+        let place = completions.iter().position(|completion| completion.kind != Kind::Arrival)?;
+        completions.remove(place)
     }
 
     /// Number of completions that the application has not taken yet.
@@ -334,6 +358,33 @@ impl Engine {
     /// Whether all posted operations have been acknowledged.
     pub fn is_idle(&self) -> bool {
         self.ops.len() == 0 && self.channels.numbers(|channel| !channel.window.is_empty()).is_empty()
+    }
+
+    /// Number of channels.
+    #[cfg(test)]
+    pub(super) fn channels(&self) -> usize {
+        self.channels.len()
+    }
+
+    /// Number of flows of all channels.
+    #[cfg(test)]
+    pub(super) fn flows(&self) -> usize {
+        self.channels.iter().map(|channel| channel.flows.len()).sum()
+    }
+
+    /// Memory of events that wait and of messages in assembly, in bytes.
+    #[cfg(test)]
+    pub(super) fn kept_bytes(&self) -> usize {
+        self.kept_bytes
+    }
+
+    /// Memory of an endpoint's unexpected messages in bytes: as counted, and of their buffers.
+    #[cfg(test)]
+    pub(super) fn unexpected_bytes(&self, endpoint: u16) -> (usize, usize) {
+        let buffer = |held: &Held| if let Held::Bytes(bytes) = held { bytes.capacity() } else { 0 };
+        self.endpoint(endpoint).map_or((0, 0), |own| {
+            (own.unexpected_bytes, own.unexpected.iter().map(|message| buffer(&message.held)).sum())
+        })
     }
 
     fn endpoint(&self, number: u16) -> Option<&Endpoint> {
@@ -360,6 +411,9 @@ impl Engine {
 
     /// Creates a channel, which either `peer` has opened or this engine has to open.
     fn new_channel(&mut self, address: SocketAddr, peer: Option<Hello>) -> Option<u32> {
+        if self.channels.is_full() {
+            self.evict();
+        }
         self.channel_number += 1;
         let window_max = peer.map_or(1 << 20, |peer| u64::from(peer.window));
         let datagram = self.datagrams.get(&address).copied().unwrap_or(self.config.datagram_max);
@@ -369,7 +423,7 @@ impl Engine {
         channel.peer = peer;
         let number = self.channels.insert(channel)?;
         // The session number contains the channel's slot; its other bits are hard to guess.
-        let session = (mix(&mut self.random) as u32) << 12 | (number & 0xfff);
+        let session = self.random.next_u32() << 12 | (number & 0xfff);
         self.channels.get_mut(number)?.session = session;
         self.addresses.insert(address, number);
         self.make_ready(number);
@@ -388,8 +442,14 @@ impl Engine {
         self.spare.pop().unwrap_or_else(|| Vec::with_capacity(self.config.eager_max))
     }
 
+    /// Returns a buffer for an unexpected message, which may keep it for long: a small one does not take the memory of a large one.
+    fn buffer_for(&mut self, len: usize) -> Vec<u8> {
+        if 2 * len > self.config.eager_max { self.buffer() } else { Vec::with_capacity(len) }
+    }
+
     fn recycle(&mut self, mut buffer: Vec<u8>) {
-        if self.spare.len() < SPARE_MAX && buffer.capacity() > 0 {
+        let eager_max = self.config.eager_max;
+        if self.spare.len() < SPARE_MAX && (eager_max.max(1)..=2 * eager_max).contains(&buffer.capacity()) {
             buffer.clear();
             self.spare.push(buffer);
         }

@@ -1,6 +1,6 @@
 //! Posting of the application's operations.
 
-use super::super::channel::{Form, Op};
+use super::super::channel::{Form, Op, Reports};
 use super::super::endpoint::{Buffer, Completion, Kind, Match, Peer, Posted};
 use super::super::memory::{Key, Span};
 use super::super::status::Status;
@@ -43,8 +43,8 @@ pub struct Outgoing {
     pub data: Option<u64>,
     /// Context that the completion returns.
     pub context: u64,
-    /// Copies up to `eager_max` bytes and completes at once: the application may reuse the memory when the call returns. Later
-    /// failures are not reported.
+    /// Copies up to `eager_max` bytes and completes at once: the application may reuse the memory when the call returns. If the
+    /// operation fails after all, a second completion with `is_late` says so.
     pub is_buffered: bool,
     /// Reports a completion only if the operation fails.
     pub is_quiet: bool,
@@ -101,7 +101,7 @@ impl Engine {
             data: out.data,
             span: out.span,
             owned: None,
-            is_quiet: out.is_quiet,
+            reports: if out.is_quiet { Reports::Failure } else { Reports::Any },
             is_eager,
             sent: 0,
             seq: None,
@@ -122,6 +122,7 @@ impl Engine {
         let to = op.to;
         let number = self.ops.insert(op).ok_or(PostError::Busy)?;
         if let Some(channel) = self.channels.get_mut(channel) {
+            channel.uses += 1;
             channel.flow(to).queue.push_back(number);
         }
         self.make_ready(channel);
@@ -133,7 +134,8 @@ impl Engine {
         let mut bytes = self.buffer();
         op.span.read_to(&mut bytes);
         op.own(bytes);
-        if !op.is_quiet {
+        if op.reports == Reports::Any {
+            op.reports = Reports::LateFailure;
             let kind = if matches!(op.form, Form::Write { .. }) { Kind::Write } else { Kind::Send };
             self.report(
                 op.endpoint,
@@ -147,11 +149,11 @@ impl Engine {
                     peer,
                     offset: 0,
                     is_released: false,
+                    is_late: false,
                     buffer: None,
                 },
             );
         }
-        op.is_quiet = true;
     }
 
     /// Posts a buffer for messages. A matching unexpected message goes into it at once.

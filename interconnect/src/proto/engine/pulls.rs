@@ -28,6 +28,9 @@ impl Engine {
         let pull = Pull { channel, source, to, span, asked: 0, received: 0, purpose };
         let id = self.pulls.insert(pull);
         debug_assert!(id.is_some(), "callers look for room first");
+        if let Some(own) = self.channels.get_mut(channel).filter(|_| id.is_some()) {
+            own.uses += 1;
+        }
         if is_empty {
             self.finish_pull(id?, Status::Success);
         } else {
@@ -156,6 +159,7 @@ impl Engine {
         let pull = self.pulls.remove(id)?;
         self.budget += (pull.asked - pull.received) as i64;
         if let Some(own) = self.channels.get_mut(pull.channel) {
+            own.uses -= 1;
             own.pulling -= u32::from(pull.asked > 0);
             own.writes_taken -= u32::from(matches!(pull.purpose, Purpose::Write { .. }));
         }

@@ -4,6 +4,7 @@ mod cases;
 mod goodput;
 mod hostile;
 mod model;
+mod random;
 mod stranger;
 mod wire;
 mod world;

@@ -5,8 +5,8 @@
 
 use std::collections::{BTreeMap, HashMap};
 
+use super::random::mix;
 use super::world::{CLEAN, Network, World};
-use crate::proto::random::mix;
 use crate::proto::{Atomic, Change, Completion, Config, Datatype, Kind, Shape, Span, Status};
 
 /// The target memory of each node is divided into slots; at most one operation at a time uses a slot.

@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 
 use crate::proto::wire::{Body, Header, Hello};
-use crate::proto::{Completion, Config, Engine, Peer, Span};
+use crate::proto::{Completion, Config, Engine, Match, Peer, Receive, Span};
 
 /// An engine with endpoint 0, and its application's memory.
 pub struct Victim {
@@ -36,7 +36,7 @@ fn encoded(session: u32, number: u32, flags: u8, body: Body) -> Vec<u8> {
 
 impl Victim {
     pub fn new(config: Config) -> Self {
-        let mut engine = Engine::new(config, 1, 1);
+        let mut engine = Engine::new(config, 1, [1; 32]);
         engine.open(Some(0)).unwrap();
         Self { engine, memory: vec![b'.'; 1 << 20], now: 1 }
     }
@@ -45,6 +45,13 @@ impl Victim {
         assert!(len <= self.memory.len());
         // SAFETY: the memory lives as long as the victim and is never resized; tests look at it only between calls of the engine.
         unsafe { Span::new(self.memory.as_mut_ptr(), len) }
+    }
+
+    /// Posts a buffer of 64 bytes for a message without a tag.
+    pub fn receive(&mut self, context: u64) {
+        let span = self.span(64);
+        let receive = Receive { matching: Match::default(), span, context, several: None };
+        self.engine.post_receive(0, &receive).unwrap();
     }
 
     pub fn take(&mut self, from: SocketAddr, packet: &[u8]) {
@@ -92,6 +99,11 @@ impl Stranger {
         let number = self.number;
         self.number = self.number.wrapping_add(1);
         self.send_as(victim, number, flags, body, payload);
+    }
+
+    /// Sends a packet that is `ahead` of the next one in order.
+    pub fn send_ahead(&self, victim: &mut Victim, ahead: u32, flags: u8, body: Body, payload: &[u8]) {
+        self.send_as(victim, self.number.wrapping_add(ahead), flags, body, payload);
     }
 
     fn send_as(&self, victim: &mut Victim, number: u32, flags: u8, body: Body, payload: &[u8]) {

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr};
 
-use crate::proto::random::mix;
+use super::random::mix;
 use crate::proto::{
     Access, Completion, Config, Engine, Match, Outgoing, Peer, PostError, Receive, Shape, Span,
 };
@@ -50,12 +50,16 @@ fn address(node: usize) -> SocketAddr {
     SocketAddr::from((Ipv4Addr::new(10, 0, 0, node as u8 + 1), 7000))
 }
 
+fn seed_from(random: &mut u64) -> [u8; 32] {
+    std::array::from_fn(|_| mix(random) as u8)
+}
+
 impl World {
     pub fn new(nodes: usize, config: &Config, network: Network, seed: u64) -> Self {
         let mut random = seed;
         let nodes: Vec<Node> = (0..nodes)
             .map(|node| {
-                let mut engine = Engine::new(config.clone(), 1, mix(&mut random));
+                let mut engine = Engine::new(config.clone(), 1, seed_from(&mut random));
                 assert_eq!(engine.open(None), Ok(0), "node {node}");
                 Node { engine, memory: vec![0; MEMORY], busy_until: 0 }
             })
@@ -74,9 +78,14 @@ impl World {
 
     /// Restarts a node: it loses all state except its memory.
     pub fn restart(&mut self, node: usize) {
+        self.restart_at(node, self.now + 1);
+    }
+
+    /// Restarts a node whose clock shows `epoch`.
+    pub fn restart_at(&mut self, node: usize, epoch: u64) {
         let config = self.nodes[node].engine.config().clone();
-        let seed = mix(&mut self.random);
-        self.nodes[node].engine = Engine::new(config, self.now + 1, seed);
+        let seed = seed_from(&mut self.random);
+        self.nodes[node].engine = Engine::new(config, epoch, seed);
         self.nodes[node].engine.open(None).unwrap();
     }
 

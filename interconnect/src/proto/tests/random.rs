@@ -1,7 +1,7 @@
-//! Random numbers that are hard to guess without the seed.
+//! Random numbers for the simulation.
 
 /// Returns the next number of a SplitMix64 generator.
-pub(super) fn mix(state: &mut u64) -> u64 {
+pub fn mix(state: &mut u64) -> u64 {
     *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let z = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
