@@ -9,6 +9,7 @@ struct atomic {
 	fi_addr_t address;
 	void *context;
 	uint64_t flags; /* flags of the call, or the endpoint's default flags */
+	bool is_silent; /* fi_inject_atomic(): only a failure produces a completion */
 };
 
 /* Returns 0 if the provider implements `op` for `datatype`. `flags` says whether the call compares or fetches.
@@ -39,26 +40,25 @@ static ssize_t submit_locked(struct vnet_ep *ep, const struct atomic *atomic)
 	const vnet_rdma_peer *peer = vnet_av_get(ep->av, atomic->address);
 	if (!ep->rdma || !peer)
 		return ep->rdma ? -FI_EINVAL : -FI_EOPBADSTATE;
-	bool is_silent = atomic->flags & FI_INJECT && !atomic->op.found && !atomic->context && !(atomic->flags & FI_COMPLETION);
 	bool is_reported = atomic->flags & FI_COMPLETION || !ep->is_tx_selective;
 	struct vnet_op *op = NULL;
-	if (!is_silent && !(op = vnet_new_op(ep, atomic->context, FI_ATOMIC | (atomic->op.found ? FI_READ : FI_WRITE), is_reported)))
+	if (!atomic->is_silent && !(op = vnet_new_op(ep, atomic->context, FI_ATOMIC | (atomic->op.found ? FI_READ : FI_WRITE), is_reported)))
 		return -FI_ENOMEM;
-	int result = vnet_rdma_atomic(ep->rdma, peer, &atomic->op, (uintptr_t)op, is_silent ? VNET_RDMA_QUIET : 0);
+	int result = vnet_rdma_atomic(ep->rdma, peer, &atomic->op, (uintptr_t)op, atomic->is_silent ? VNET_RDMA_QUIET : 0);
 	if (result) {
 		if (op)
 			vnet_drop_op(ep, op);
 		if (result == -FI_EAGAIN)
 			vnet_ep_progress(ep);
-	} else if (is_silent && ep->cntrs[VNET_CNTR_WRITE]) {
+	} else if (atomic->is_silent && ep->cntrs[VNET_CNTR_WRITE]) {
 		ep->cntrs[VNET_CNTR_WRITE]->value++;
 	}
 	return result;
 }
 
 /* Common implementation of all atomic calls. `compare` is NULL without a compare buffer, `result` without a result buffer. */
-static ssize_t submit(struct fid_ep *fid, const struct fi_msg_atomic *msg, const struct fi_ioc *compare, size_t compares,
-		      const struct fi_ioc *result, size_t results, uint64_t flags)
+static ssize_t submit_as(struct fid_ep *fid, const struct fi_msg_atomic *msg, const struct fi_ioc *compare, size_t compares,
+			 const struct fi_ioc *result, size_t results, uint64_t flags, bool is_silent)
 {
 	struct vnet_ep *ep = (struct vnet_ep *)fid;
 	uint64_t kind = (compare ? FI_COMPARE_ATOMIC : 0) | (result ? FI_FETCH_ATOMIC : 0);
@@ -87,11 +87,18 @@ static ssize_t submit(struct fid_ep *fid, const struct fi_msg_atomic *msg, const
 		.address = msg->addr,
 		.context = msg->context,
 		.flags = flags,
+		.is_silent = is_silent,
 	};
 	pthread_mutex_lock(&ep->domain->lock);
 	ssize_t done = submit_locked(ep, &atomic);
 	pthread_mutex_unlock(&ep->domain->lock);
 	return done;
+}
+
+static ssize_t submit(struct fid_ep *ep, const struct fi_msg_atomic *msg, const struct fi_ioc *compare, size_t compares,
+		      const struct fi_ioc *result, size_t results, uint64_t flags)
+{
+	return submit_as(ep, msg, compare, compares, result, results, flags, false);
 }
 
 static uint64_t tx_flags(struct fid_ep *ep)
@@ -138,7 +145,7 @@ static ssize_t atomic_inject(struct fid_ep *ep, const void *start, size_t count,
 {
 	struct fi_ioc iov = {(void *)start, count};
 	struct fi_msg_atomic msg = MESSAGE(&iov, 1, dest, addr, key, type, op, NULL);
-	return atomic_writemsg(ep, &msg, FI_INJECT);
+	return submit_as(ep, &msg, NULL, 0, NULL, 0, FI_INJECT, true);
 }
 
 static ssize_t atomic_readwritemsg(struct fid_ep *ep, const struct fi_msg_atomic *msg, struct fi_ioc *result, void **result_desc,

@@ -75,13 +75,34 @@ static void take_arrival(struct vnet_ep *ep, const vnet_rdma_completion *done)
 		vnet_cq_push(ep->rx_cq, &entry, vnet_av_find(ep->av, &done->peer));
 }
 
+/* Reports the failure of an operation whose context the application has back: a send that was copied and completed at once, or
+ * an inject. Such an error has no op_context. */
+static void take_loss(struct vnet_ep *ep, const vnet_rdma_completion *done)
+{
+	static const uint64_t flags[] = {
+		[VNET_RDMA_SEND] = FI_SEND,
+		[VNET_RDMA_WRITE] = FI_RMA | FI_WRITE,
+		[VNET_RDMA_ATOMIC] = FI_ATOMIC | FI_WRITE,
+	};
+	struct fi_cq_err_entry entry = {.err = error_of(done->status), .prov_errno = done->status};
+	if (done->kind < sizeof flags / sizeof *flags)
+		entry.flags = flags[done->kind];
+	count(ep, cntr_of(entry.flags), true);
+	if (ep->tx_cq)
+		vnet_cq_push(ep->tx_cq, &entry, FI_ADDR_NOTAVAIL);
+}
+
 static void take(struct vnet_ep *ep, const vnet_rdma_completion *done)
 {
 	if (done->kind == VNET_RDMA_ARRIVAL) {
 		take_arrival(ep, done);
 		return;
 	}
-	struct vnet_op *op = (struct vnet_op *)(uintptr_t)done->context;
+	struct vnet_op *op = done->flags & VNET_RDMA_LATE ? NULL : (struct vnet_op *)(uintptr_t)done->context;
+	if (!op) {
+		take_loss(ep, done);
+		return;
+	}
 	bool is_receive = done->kind == VNET_RDMA_RECEIVE;
 	struct vnet_cq *cq = is_receive ? ep->rx_cq : ep->tx_cq;
 	struct fi_cq_err_entry entry = {
@@ -109,7 +130,11 @@ static void take(struct vnet_ep *ep, const vnet_rdma_completion *done)
 void vnet_ep_progress(struct vnet_ep *ep)
 {
 	vnet_rdma_completion done[16];
-	int taken = ep->rdma ? vnet_rdma_poll(ep->rdma, done, 16) : 0;
+	if (!ep->rdma)
+		return;
+	/* An application that reads only its tx_cq gets no further notices of writes. */
+	bool is_full = ep->rx_cq && ep->rx_cq->count >= VNET_CQ_FULL;
+	int taken = is_full ? vnet_rdma_poll_own(ep->rdma, done, 16) : vnet_rdma_poll(ep->rdma, done, 16);
 	for (int i = 0; i < taken; i++)
 		take(ep, &done[i]);
 }
@@ -133,8 +158,8 @@ static int enable(struct vnet_ep *ep)
 		inet_ntop(AF_INET, &ep->name.v4.sin_addr, ip, sizeof ip);
 		snprintf(bind, sizeof bind, "%s:%u", ip, ntohs(ep->name.v4.sin_port));
 	}
-	/* Operations have no deadline: a receive may be posted much later than the message is sent, so only the death of a peer fails
-	 * an operation. */
+	/* Operations have no deadline, and messages wait without limit until the peer has room: a receive may be posted much later than
+	 * the message is sent, so only the death of a peer fails an operation. */
 	vnet_rdma_set_timeout(0);
 	int result = vnet_rdma_open(bind, &ep->node);
 	if (!result)

@@ -43,6 +43,7 @@ fi_addr_t vnet_av_find(const struct vnet_av *av, const vnet_rdma_peer *peer)
 		return FI_ADDR_NOTAVAIL;
 	for (size_t place = place_of(av, peer); av->places[place]; place = (place + 1) & (av->places_len - 1)) {
 		uint32_t number = av->places[place] - 1;
+		/* vnet_rdma_same_peer() rejects removed entries, whose family is 0. */
 		if (vnet_rdma_same_peer(&av->peers[number], peer))
 			return number;
 	}
@@ -77,11 +78,9 @@ static int av_grow(struct vnet_av *av)
 	return 0;
 }
 
-static int av_insert(struct fid_av *fid, const void *addresses, size_t count, fi_addr_t *out, uint64_t flags, void *context)
+static int insert_locked(struct vnet_av *av, const void *addresses, size_t count, fi_addr_t *out)
 {
-	struct vnet_av *av = (struct vnet_av *)fid;
 	size_t len = av->addr_format == FI_SOCKADDR_IN6 ? sizeof(struct sockaddr_in6) : sizeof(struct sockaddr_in);
-	(void)flags, (void)context;
 	for (size_t i = 0; i < count; i++) {
 		if (av->count == av->room && av_grow(av))
 			return i;
@@ -97,6 +96,16 @@ static int av_insert(struct fid_av *fid, const void *addresses, size_t count, fi
 		av->count++;
 	}
 	return count;
+}
+
+static int av_insert(struct fid_av *fid, const void *addresses, size_t count, fi_addr_t *out, uint64_t flags, void *context)
+{
+	struct vnet_av *av = (struct vnet_av *)fid;
+	(void)flags, (void)context;
+	pthread_mutex_lock(&av->domain->lock);
+	int result = insert_locked(av, addresses, count, out);
+	pthread_mutex_unlock(&av->domain->lock);
+	return result;
 }
 
 static int av_insertsvc(struct fid_av *av, const char *node, const char *service, fi_addr_t *out, uint64_t flags, void *context)
@@ -115,27 +124,35 @@ static int av_insertsvc(struct fid_av *av, const char *node, const char *service
 static int av_remove(struct fid_av *fid, fi_addr_t *addresses, size_t count, uint64_t flags)
 {
 	struct vnet_av *av = (struct vnet_av *)fid;
+	int result = 0;
 	(void)flags;
-	for (size_t i = 0; i < count; i++) {
-		if (!vnet_av_get(av, addresses[i]))
-			return -FI_EINVAL;
-		av->peers[addresses[i]].family = 0;
+	pthread_mutex_lock(&av->domain->lock);
+	for (size_t i = 0; i < count && !result; i++) {
+		if (vnet_av_get(av, addresses[i]))
+			av->peers[addresses[i]].family = 0;
+		else
+			result = -FI_EINVAL;
 	}
-	return 0;
+	pthread_mutex_unlock(&av->domain->lock);
+	return result;
 }
 
 static int av_lookup(struct fid_av *fid, fi_addr_t address, void *out, size_t *len)
 {
-	const vnet_rdma_peer *peer = vnet_av_get((struct vnet_av *)fid, address);
+	struct vnet_av *av = (struct vnet_av *)fid;
 	union vnet_name name = {.any.sa_family = AF_INET};
-	if (!peer)
+	pthread_mutex_lock(&av->domain->lock);
+	const vnet_rdma_peer *found = vnet_av_get(av, address);
+	vnet_rdma_peer peer = found ? *found : (vnet_rdma_peer){0};
+	pthread_mutex_unlock(&av->domain->lock);
+	if (!peer.family)
 		return -FI_EINVAL;
-	if (peer->family == 6) {
-		name.v6 = (struct sockaddr_in6){.sin6_family = AF_INET6, .sin6_port = htons(peer->port), .sin6_scope_id = peer->scope};
-		memcpy(&name.v6.sin6_addr, peer->ip, 16);
+	if (peer.family == 6) {
+		name.v6 = (struct sockaddr_in6){.sin6_family = AF_INET6, .sin6_port = htons(peer.port), .sin6_scope_id = peer.scope};
+		memcpy(&name.v6.sin6_addr, peer.ip, 16);
 	} else {
-		name.v4.sin_port = htons(peer->port);
-		memcpy(&name.v4.sin_addr, peer->ip, 4);
+		name.v4.sin_port = htons(peer.port);
+		memcpy(&name.v4.sin_addr, peer.ip, 4);
 	}
 	size_t room = *len;
 	*len = vnet_name_len(&name);
@@ -193,7 +210,8 @@ int vnet_av_open(struct fid_domain *domain, struct fi_av_attr *attr, struct fid_
 		return -FI_ENOMEM;
 	if (attr && attr->type == FI_AV_UNSPEC)
 		attr->type = FI_AV_TABLE;
-	av->addr_format = ((struct vnet_domain *)domain)->addr_format;
+	av->domain = (struct vnet_domain *)domain;
+	av->addr_format = av->domain->addr_format;
 	av->fid.fid.fclass = FI_CLASS_AV;
 	av->fid.fid.context = context;
 	av->fid.fid.ops = &av_fid_ops;

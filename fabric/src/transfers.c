@@ -14,6 +14,7 @@ struct transfer {
 	void *context;
 	uint64_t kind;  /* flags that the completion reports, such as FI_SEND | FI_TAGGED */
 	uint64_t flags; /* flags of the call, or the endpoint's default flags */
+	bool is_silent; /* fi_inject() and the like: only a failure produces a completion */
 };
 
 static ssize_t submit_locked(struct vnet_ep *ep, const struct transfer *transfer)
@@ -23,7 +24,7 @@ static ssize_t submit_locked(struct vnet_ep *ep, const struct transfer *transfer
 		return ep->rdma ? -FI_EINVAL : -FI_EOPBADSTATE;
 	bool is_inject = transfer->flags & FI_INJECT;
 	bool is_reported = transfer->flags & FI_COMPLETION || !ep->is_tx_selective;
-	bool is_early = !(transfer->flags & (FI_DELIVERY_COMPLETE | FI_COMMIT_COMPLETE | FI_MATCH_COMPLETE));
+	bool is_early = !(transfer->flags & (FI_TRANSMIT_COMPLETE | FI_DELIVERY_COMPLETE | FI_COMMIT_COMPLETE | FI_MATCH_COMPLETE));
 	uint32_t flags = transfer->kind & FI_TAGGED ? VNET_RDMA_TAGGED : 0;
 	if (transfer->flags & FI_REMOTE_CQ_DATA)
 		flags |= VNET_RDMA_DATA;
@@ -32,10 +33,8 @@ static ssize_t submit_locked(struct vnet_ep *ep, const struct transfer *transfer
 	/* The library copies a small send, which then completes at once. A write completes when its data is in the target's memory. */
 	if (is_inject || (transfer->kind & FI_SEND && is_early && transfer->len <= VNET_EAGER))
 		flags |= VNET_RDMA_BUFFERED;
-	/* An inject without a completion needs no vnet_op. */
-	bool is_silent = is_inject && !transfer->context && !(transfer->flags & FI_COMPLETION);
 	struct vnet_op *op = NULL;
-	if (is_silent)
+	if (transfer->is_silent)
 		flags |= VNET_RDMA_QUIET;
 	else if (!(op = vnet_new_op(ep, transfer->context, transfer->kind, is_reported)))
 		return -FI_ENOMEM;
@@ -55,7 +54,7 @@ static ssize_t submit_locked(struct vnet_ep *ep, const struct transfer *transfer
 		return result;
 	}
 	struct vnet_cntr *cntr = ep->cntrs[transfer->kind & FI_WRITE ? VNET_CNTR_WRITE : VNET_CNTR_SEND];
-	if (is_silent && cntr)
+	if (transfer->is_silent && cntr)
 		cntr->value++;
 	return 0;
 }
@@ -180,14 +179,20 @@ static ssize_t msg_recv(struct fid_ep *ep, void *start, size_t len, void *desc, 
 	return msg_recvv(ep, &iov, &desc, 1, source, context);
 }
 
-static ssize_t msg_sendmsg(struct fid_ep *ep, const struct fi_msg *msg, uint64_t flags)
+static ssize_t send_message(struct fid_ep *ep, const struct fi_msg *msg, uint64_t flags, bool is_silent)
 {
 	if (msg->iov_count > 1)
 		return -FI_EINVAL;
 	struct transfer transfer = {
 		ONE(msg->msg_iov, msg->iov_count), .address = msg->addr, .data = msg->data, .context = msg->context, .kind = FI_SEND | FI_MSG, .flags = flags,
+		.is_silent = is_silent,
 	};
 	return submit(ep, &transfer);
+}
+
+static ssize_t msg_sendmsg(struct fid_ep *ep, const struct fi_msg *msg, uint64_t flags)
+{
+	return send_message(ep, msg, flags, false);
 }
 
 static ssize_t msg_sendv(struct fid_ep *ep, const struct iovec *iov, void **desc, size_t count, fi_addr_t dest, void *context)
@@ -202,27 +207,28 @@ static ssize_t msg_send(struct fid_ep *ep, const void *start, size_t len, void *
 	return msg_sendv(ep, &iov, &desc, 1, dest, context);
 }
 
-static ssize_t msg_data(struct fid_ep *ep, const void *start, size_t len, uint64_t data, fi_addr_t dest, void *context, uint64_t flags)
+static ssize_t inject_message(struct fid_ep *ep, const void *start, size_t len, uint64_t data, fi_addr_t dest, uint64_t flags)
 {
 	struct iovec iov = {(void *)start, len};
-	struct fi_msg msg = {.msg_iov = &iov, .iov_count = 1, .addr = dest, .context = context, .data = data};
-	return msg_sendmsg(ep, &msg, flags);
+	struct fi_msg msg = {.msg_iov = &iov, .iov_count = 1, .addr = dest, .data = data};
+	return send_message(ep, &msg, FI_INJECT | flags, true);
 }
 
 static ssize_t msg_inject(struct fid_ep *ep, const void *start, size_t len, fi_addr_t dest)
 {
-	return msg_data(ep, start, len, 0, dest, NULL, FI_INJECT);
+	return inject_message(ep, start, len, 0, dest, 0);
 }
 
 static ssize_t msg_senddata(struct fid_ep *ep, const void *start, size_t len, void *desc, uint64_t data, fi_addr_t dest, void *context)
 {
-	(void)desc;
-	return msg_data(ep, start, len, data, dest, context, tx_flags(ep) | FI_REMOTE_CQ_DATA);
+	struct iovec iov = {(void *)start, len};
+	struct fi_msg msg = {.msg_iov = &iov, .desc = &desc, .iov_count = 1, .addr = dest, .context = context, .data = data};
+	return msg_sendmsg(ep, &msg, tx_flags(ep) | FI_REMOTE_CQ_DATA);
 }
 
 static ssize_t msg_injectdata(struct fid_ep *ep, const void *start, size_t len, uint64_t data, fi_addr_t dest)
 {
-	return msg_data(ep, start, len, data, dest, NULL, FI_INJECT | FI_REMOTE_CQ_DATA);
+	return inject_message(ep, start, len, data, dest, FI_REMOTE_CQ_DATA);
 }
 
 struct fi_ops_msg vnet_msg_ops = {
@@ -266,15 +272,20 @@ static ssize_t tagged_recv(struct fid_ep *ep, void *start, size_t len, void *des
 	return tagged_recvv(ep, &iov, &desc, 1, source, tag, ignore, context);
 }
 
-static ssize_t tagged_sendmsg(struct fid_ep *ep, const struct fi_msg_tagged *msg, uint64_t flags)
+static ssize_t send_tagged(struct fid_ep *ep, const struct fi_msg_tagged *msg, uint64_t flags, bool is_silent)
 {
 	if (msg->iov_count > 1)
 		return -FI_EINVAL;
 	struct transfer transfer = {
 		ONE(msg->msg_iov, msg->iov_count), .address = msg->addr, .tag = msg->tag, .data = msg->data, .context = msg->context,
-		.kind = FI_SEND | FI_TAGGED, .flags = flags,
+		.kind = FI_SEND | FI_TAGGED, .flags = flags, .is_silent = is_silent,
 	};
 	return submit(ep, &transfer);
+}
+
+static ssize_t tagged_sendmsg(struct fid_ep *ep, const struct fi_msg_tagged *msg, uint64_t flags)
+{
+	return send_tagged(ep, msg, flags, false);
 }
 
 static ssize_t tagged_sendv(struct fid_ep *ep, const struct iovec *iov, void **desc, size_t count, fi_addr_t dest, uint64_t tag, void *context)
@@ -289,6 +300,12 @@ static ssize_t tagged_data(struct fid_ep *ep, struct iovec iov, uint64_t data, f
 	return tagged_sendmsg(ep, &msg, flags);
 }
 
+static ssize_t inject_tagged(struct fid_ep *ep, struct iovec iov, uint64_t data, fi_addr_t dest, uint64_t tag, uint64_t flags)
+{
+	struct fi_msg_tagged msg = {.msg_iov = &iov, .iov_count = 1, .addr = dest, .tag = tag, .data = data};
+	return send_tagged(ep, &msg, FI_INJECT | flags, true);
+}
+
 static ssize_t tagged_send(struct fid_ep *ep, const void *start, size_t len, void *desc, fi_addr_t dest, uint64_t tag, void *context)
 {
 	(void)desc;
@@ -297,7 +314,7 @@ static ssize_t tagged_send(struct fid_ep *ep, const void *start, size_t len, voi
 
 static ssize_t tagged_inject(struct fid_ep *ep, const void *start, size_t len, fi_addr_t dest, uint64_t tag)
 {
-	return tagged_data(ep, (struct iovec){(void *)start, len}, 0, dest, tag, NULL, FI_INJECT);
+	return inject_tagged(ep, (struct iovec){(void *)start, len}, 0, dest, tag, 0);
 }
 
 static ssize_t tagged_senddata(struct fid_ep *ep, const void *start, size_t len, void *desc, uint64_t data, fi_addr_t dest, uint64_t tag,
@@ -309,7 +326,7 @@ static ssize_t tagged_senddata(struct fid_ep *ep, const void *start, size_t len,
 
 static ssize_t tagged_injectdata(struct fid_ep *ep, const void *start, size_t len, uint64_t data, fi_addr_t dest, uint64_t tag)
 {
-	return tagged_data(ep, (struct iovec){(void *)start, len}, data, dest, tag, NULL, FI_INJECT | FI_REMOTE_CQ_DATA);
+	return inject_tagged(ep, (struct iovec){(void *)start, len}, data, dest, tag, FI_REMOTE_CQ_DATA);
 }
 
 struct fi_ops_tagged vnet_tagged_ops = {
@@ -334,6 +351,15 @@ static ssize_t rma(struct fid_ep *ep, const struct fi_msg_rma *msg, uint64_t kin
 	struct transfer transfer = {
 		ONE(msg->msg_iov, msg->iov_count), .address = msg->addr, .tag = msg->rma_iov->key, .ignore = msg->rma_iov->addr, .data = msg->data,
 		.context = msg->context, .kind = kind | FI_RMA, .flags = flags,
+	};
+	return submit(ep, &transfer);
+}
+
+static ssize_t inject_write(struct fid_ep *ep, struct iovec iov, fi_addr_t peer, struct fi_rma_iov remote, uint64_t data, uint64_t flags)
+{
+	struct transfer transfer = {
+		.start = iov.iov_base, .len = iov.iov_len, .address = peer, .tag = remote.key, .ignore = remote.addr, .data = data,
+		.kind = FI_WRITE | FI_RMA, .flags = FI_INJECT | flags, .is_silent = true,
 	};
 	return submit(ep, &transfer);
 }
@@ -384,7 +410,7 @@ static ssize_t rma_writev(struct fid_ep *ep, const struct iovec *iov, void **des
 
 static ssize_t rma_inject(struct fid_ep *ep, const void *start, size_t len, fi_addr_t dest, uint64_t addr, uint64_t key)
 {
-	return rma_one(ep, (struct iovec){(void *)start, len}, dest, (struct fi_rma_iov){.addr = addr, .key = key}, 0, NULL, FI_WRITE, FI_INJECT);
+	return inject_write(ep, (struct iovec){(void *)start, len}, dest, (struct fi_rma_iov){.addr = addr, .key = key}, 0, 0);
 }
 
 static ssize_t rma_writedata(struct fid_ep *ep, const void *start, size_t len, void *desc, uint64_t data, fi_addr_t dest, uint64_t addr,
@@ -397,8 +423,7 @@ static ssize_t rma_writedata(struct fid_ep *ep, const void *start, size_t len, v
 
 static ssize_t rma_injectdata(struct fid_ep *ep, const void *start, size_t len, uint64_t data, fi_addr_t dest, uint64_t addr, uint64_t key)
 {
-	return rma_one(ep, (struct iovec){(void *)start, len}, dest, (struct fi_rma_iov){.addr = addr, .key = key}, data, NULL, FI_WRITE,
-		       FI_INJECT | FI_REMOTE_CQ_DATA);
+	return inject_write(ep, (struct iovec){(void *)start, len}, dest, (struct fi_rma_iov){.addr = addr, .key = key}, data, FI_REMOTE_CQ_DATA);
 }
 
 struct fi_ops_rma vnet_rma_ops = {

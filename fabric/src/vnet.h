@@ -44,6 +44,7 @@ union vnet_name {
  * load factor at most 1/2). */
 struct vnet_av {
 	struct fid_av fid;
+	struct vnet_domain *domain;
 	uint32_t addr_format;
 	vnet_rdma_peer *peers;
 	size_t count, room;
@@ -75,7 +76,10 @@ struct vnet_entry {
 	fi_addr_t source;
 };
 
-/* Completion queue: a ring that doubles when it is full. The number of outstanding operations bounds its size. */
+/* Maximum number of completions in a queue with which endpoints still take notices of peers' writes (FI_REMOTE_CQ_DATA). */
+#define VNET_CQ_FULL 1024
+
+/* Completion queue: a ring that doubles when it is full. The number of outstanding operations and VNET_CQ_FULL bound its size. */
 struct vnet_cq {
 	struct fid_cq fid;
 	struct vnet_domain *domain;

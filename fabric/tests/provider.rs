@@ -62,7 +62,7 @@ fn fi_info_shows_the_provider() {
 #[test]
 fn every_call_does_what_libfabric_promises() {
     let folder = providers("api");
-    let program = compile("cc", "api", &folder, &["-lfabric"]);
+    let program = compile("cc", "api", &folder, &["-lfabric", "-lpthread"]);
     for address in ["127.0.0.1", "::1"] {
         assert_eq!(text(command(&program, &folder).arg(address).output().unwrap()), "ok\n", "{address}");
     }
