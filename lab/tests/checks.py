@@ -199,3 +199,20 @@ def port(stats: dict, kind: str, name: str) -> dict:
 def captured(text: str) -> list[tuple[str, str]]:
     """Source and destination addresses of the frames in tcpdump's output (with -e)."""
     return re.findall(r"(\S+) > (\S+), ethertype", text)
+
+
+TOO_BIG = """
+import socket, struct, sys
+far, near, port = socket.inet_aton(sys.argv[1]), socket.inet_aton(sys.argv[2]), int(sys.argv[3])
+def checksum(data):
+    total = sum(struct.unpack(f'!{len(data) // 2}H', data))
+    total = (total & 0xffff) + (total >> 16)
+    return ~((total & 0xffff) + (total >> 16)) & 0xffff
+quoted = struct.pack('!BBHHHBBH', 0x45, 0, 1500, 1, 0x4000, 64, 17, 0) + near + far
+quoted += struct.pack('!HHHH', port, 4789, 1480, 0)
+icmp = struct.pack('!BBHHH', 3, 4, 0, 0, 1300) + quoted
+icmp = icmp[:2] + struct.pack('!H', checksum(icmp)) + icmp[4:]
+with socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP) as s:
+    s.sendto(icmp, (sys.argv[2], 0))
+"""
+"""Sends ICMP "fragmentation needed" (RFC 1191) with MTU 1300 for a VXLAN datagram."""

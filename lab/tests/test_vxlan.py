@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from checks import ping, port, reaches, settled, wait_for_path
+from checks import TOO_BIG, ping, port, reaches, settled, wait_for_path
 from conftest import MakeLab
 
 from vnetlab import daemon, lab, machine, measure, process
@@ -312,20 +312,3 @@ def test_icmp_reports_a_smaller_path_mtu(make_lab: MakeLab):
     with captured_on(far, f"udp dst port 4789 and greater {14 + 1300}") as largest:
         streamed(topology, container, kernel)
         assert "VXLAN" in largest.read_text()
-
-
-TOO_BIG = """
-import socket, struct, sys
-far, near, port = socket.inet_aton(sys.argv[1]), socket.inet_aton(sys.argv[2]), int(sys.argv[3])
-def checksum(data):
-    total = sum(struct.unpack(f'!{len(data) // 2}H', data))
-    total = (total & 0xffff) + (total >> 16)
-    return ~((total & 0xffff) + (total >> 16)) & 0xffff
-quoted = struct.pack('!BBHHHBBH', 0x45, 0, 1500, 1, 0x4000, 64, 17, 0) + near + far
-quoted += struct.pack('!HHHH', port, 4789, 1480, 0)
-icmp = struct.pack('!BBHHH', 3, 4, 0, 0, 1300) + quoted
-icmp = icmp[:2] + struct.pack('!H', checksum(icmp)) + icmp[4:]
-with socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP) as s:
-    s.sendto(icmp, (sys.argv[2], 0))
-"""
-"""Sends ICMP "fragmentation needed" (RFC 1191) with MTU 1300 for a VXLAN datagram."""

@@ -141,7 +141,7 @@ impl Engine {
             settings.set("sealed", Some(peer.is_some()));
             settings.set("peer", peer);
             settings.set("offload", link.has_drivers());
-            let takes_wire = self.core.takes_wire(link);
+            let by_kernel = self.core.kernel_reaches(link);
             Some(api::Link {
                 name: spec.name.clone(),
                 state: state.into(),
@@ -150,8 +150,8 @@ impl Engine {
                 certificate_s: seal.as_ref().and_then(|seal| seal.certificate_end).map(seconds_until),
                 rtt_us: seal.as_ref().and_then(|seal| seal.rtt_us).or(probed.rtt_us),
                 loss_permille: probed.loss_permille,
-                path: if takes_wire == Some(Ok(())) { "kernel" } else { "vnetd" }.into(),
-                path_reason: takes_wire.and_then(Result::err),
+                path: if by_kernel == Some(Ok(())) { "kernel" } else { "vnetd" }.into(),
+                path_reason: by_kernel.and_then(Result::err),
                 traffic: (&**link).into(),
                 heard_s: heard_s.or_else(|| link.stream_heard_s()),
                 settings,

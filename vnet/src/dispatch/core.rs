@@ -17,7 +17,7 @@ use parking_lot::{Condvar, Mutex};
 use super::Dispatcher;
 use super::dispatcher_stats::DispatcherStats;
 use super::isolation::{self, Isolation, IsolationError};
-use super::kernel_path::KernelPath;
+use super::kernel_path::{CorePart, KernelPath};
 use super::observers::Observers;
 use super::setup::{InterfacePort, LinkPort, Parts, Setup};
 use super::yielding::{Strategy, Yielder};
@@ -115,6 +115,7 @@ pub(super) struct Shared {
     /// True when the kernel may forward known flows.
     may_kernel: bool,
     outlive: Outlive,
+    vxlan_listen: Option<SocketAddr>,
     /// The kernel's own path, or the reason why it is unavailable. Created when the first interface requests it, because loading
     /// its programs takes time and memory.
     kernel_path: OnceLock<Result<KernelPath, String>>,
@@ -190,7 +191,13 @@ impl Shared {
             // The flows of a vnetd that has died depend on other versions.
             kernel.set_generation(kernel.next_generation());
         }
-        KernelPath::new(kernel, self.learned.clone(), self.started, self.setup(), *time)
+        let part = CorePart {
+            learned: self.learned.clone(),
+            started: self.started,
+            outlive: *time,
+            vxlan_listen: self.vxlan_listen,
+        };
+        KernelPath::new(kernel, self.setup(), part)
             .map_err(|error| format!("cannot start the thread of kernel flows: {error}"))
     }
 
@@ -253,6 +260,7 @@ impl Core {
             learned: Arc::new(Learned::new()),
             may_kernel: options.kernel_path,
             outlive: options.outlive.clone(),
+            vxlan_listen: options.vxlan_listen,
             kernel_path: OnceLock::new(),
             dispatcher_stats: (0..count).map(|_| Arc::default()).collect(),
             started: Instant::now(),
@@ -386,8 +394,8 @@ impl Core {
 
     /// Checks that the kernel forwards known flows to the other host of `link`; `None` while no interface has requested the kernel's own
     /// path.
-    pub fn takes_wire(&self, link: &Arc<Link>) -> Option<Result<(), String>> {
-        Some(self.shared.kernel_path()?.takes_wire(link, self.now_ms()))
+    pub fn kernel_reaches(&self, link: &Arc<Link>) -> Option<Result<(), String>> {
+        Some(self.shared.kernel_path()?.reaches(link, self.now_ms()))
     }
 
     /// Adds frames that the kernel forwarded to their ports' counters. Call it before reading the counters.

@@ -1,7 +1,7 @@
 //! The kernel's own path, joined to dispatchers: installs routers' verdicts as flows, and renews those in use.
 //!
-//! A flow may be installed if both its ports have devices with programs, or one has and the other is a link that uses the wire
-//! (`wire_path`), and no capture watches either: a watched port's frames come up. Every setup has a generation. Publishing stores it
+//! A flow may be installed if both its ports have devices with programs, or one has and the other is a link that the kernel reaches
+//! by itself (`tunnels`), and no capture watches either: a watched port's frames come up. Every setup has a generation. Publishing stores it
 //! where the programs look: that ends all older flows at once, before any dispatcher has adopted the setup; afterwards no program
 //! follows the old one ([`KernelPath::settle`]).
 //!
@@ -12,6 +12,7 @@
 //! has died. The clock starts with the first setup that has the kernel path. Until then the flows of a vnetd that has died stay
 //! valid. Its devices that no interface has claimed after [`Outlive::time`](crate::kernel::Outlive) are removed.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::thread::JoinHandle;
@@ -21,11 +22,12 @@ use arc_swap::{ArcSwap, ArcSwapOption};
 use parking_lot::Mutex;
 
 use super::setup::{Feeder, InterfacePort, LinkPort, Port, Setup};
+use super::tunnels::Tunnels;
 use super::wire_path::WirePath;
 use crate::frame::{NetworkId, PortId};
 use crate::interface::{KernelDevice, veth, wire};
 use crate::kernel::{Destination, Kernel, Known, Sender, Target, Terms, now_ns};
-use crate::link::{Courier, Link};
+use crate::link::{Courier, Link, Tunnel};
 use crate::route::{Flow, INSTALLED_MS, Install, Installed, Learned, Router, Verdicts};
 use crate::stats::PortStats;
 
@@ -50,6 +52,7 @@ struct Installer {
 /// Ports of a setup whose frames the kernel may forward, by index.
 struct Ways {
     generation: u32,
+    tunnels: Arc<Tunnels>,
     wire: Option<Arc<WirePath>>,
     ports: Vec<Option<Way>>,
     /// Ports whose guests' frames must all reach vnetd.
@@ -72,7 +75,7 @@ impl Way {
 }
 
 impl Ways {
-    fn of(setup: &Setup, wire: Option<Arc<WirePath>>) -> Ways {
+    fn of(setup: &Setup, tunnels: Arc<Tunnels>, wire: Option<Arc<WirePath>>) -> Ways {
         let way = |index: usize| {
             let id = PortId(index as u16);
             let way = match setup.port(id)? {
@@ -83,7 +86,7 @@ impl Ways {
                     Way::Guest(Destination { port: id, device: host.1, mtu: *mtu, stats, target })
                 }
                 Port::Link(port) => {
-                    port.link.wire_remote().ok()?;
+                    port.link.tunnel().ok()?;
                     Way::Host(port.link.clone())
                 }
             };
@@ -93,7 +96,7 @@ impl Ways {
             setup.interface(PortId(index as u16)).is_some_and(InterfacePort::needs_every_frame)
         };
         let (ports, checked) = (0..setup.slots()).map(|index| (way(index), checked(index))).unzip();
-        Ways { generation: setup.generation, wire, ports, checked }
+        Ways { generation: setup.generation, tunnels, wire, ports, checked }
     }
 
     fn get(&self, port: PortId) -> Option<&Way> {
@@ -108,8 +111,11 @@ impl Ways {
             (Way::Guest(_), Way::Guest(to)) => Some(Ok(to.clone())),
             (Way::Host(link), Way::Guest(to)) => carries(link).then(|| Ok(to.clone())),
             (Way::Guest(from), Way::Host(link)) => {
-                let wire = self.wire.as_ref().filter(|_| carries(link))?;
-                Some(wire.to(link, from.mtu, now_ms).ok_or(()))
+                let way = match link.tunnel().ok().filter(|_| carries(link))? {
+                    Tunnel::Wire(_) => self.wire.as_ref()?.to(link, from.mtu, now_ms),
+                    Tunnel::Vtep(_) => self.tunnels.to_vtep(link, from.mtu),
+                };
+                Some(way.ok_or(()))
             }
             // Relayed frames count their hops.
             (Way::Host(_), Way::Host(_)) => None,
@@ -143,6 +149,16 @@ impl Install for Installer {
     }
 }
 
+/// What the kernel path needs of its core.
+pub(super) struct CorePart {
+    pub(super) learned: Arc<Learned>,
+    pub(super) started: Instant,
+    /// How long flows outlive vnetd.
+    pub(super) outlive: Duration,
+    /// Where datagrams of VXLAN links arrive.
+    pub(super) vxlan_listen: Option<SocketAddr>,
+}
+
 /// The kernel path of a core.
 pub(super) struct KernelPath {
     installer: Arc<Installer>,
@@ -155,23 +171,20 @@ pub(super) struct KernelPath {
     renewer: Option<JoinHandle<()>>,
     /// The setup that the renewer's router decides by.
     current: Arc<ArcSwap<Setup>>,
+    tunnels: Arc<Tunnels>,
     wire: Arc<ArcSwapOption<WirePath>>,
     /// The last failure to open the wire: its time and reason.
     no_wire: Mutex<Option<(Instant, String)>>,
 }
 
 impl KernelPath {
-    /// Joins `kernel` to a core that has started at `started`, with its first setup. Flows outlive vnetd by `outlive`.
-    pub(super) fn new(
-        kernel: Arc<Kernel>,
-        learned: Arc<Learned>,
-        started: Instant,
-        setup: Arc<Setup>,
-        outlive: Duration,
-    ) -> std::io::Result<KernelPath> {
+    /// Joins `kernel` to a core with its first setup.
+    pub(super) fn new(kernel: Arc<Kernel>, setup: Arc<Setup>, core: CorePart) -> std::io::Result<KernelPath> {
+        let CorePart { learned, started, outlive, vxlan_listen } = core;
+        let tunnels = Arc::new(Tunnels::new(vxlan_listen));
         let started_ns = now_ns().saturating_sub(started.elapsed().as_nanos() as u64);
-        let installer =
-            Arc::new(Installer { kernel, started_ns, setup: ArcSwap::from_pointee(Ways::of(&setup, None)) });
+        let ways = ArcSwap::from_pointee(Ways::of(&setup, tunnels.clone(), None));
+        let installer = Arc::new(Installer { kernel, started_ns, setup: ways });
         let mut path = KernelPath {
             installer,
             learned,
@@ -181,6 +194,7 @@ impl KernelPath {
             outlive: outlive.max(Duration::from_millis(INSTALLED_MS)),
             renewer: None,
             current: Arc::new(ArcSwap::new(setup)),
+            tunnels,
             wire: Arc::default(),
             no_wire: Mutex::default(),
         };
@@ -204,12 +218,13 @@ impl KernelPath {
             return Some(wire);
         }
         let mut failed = self.no_wire.lock();
-        if links.iter().all(|port| port.link.wire_remote().is_err())
+        if links.iter().all(|port| port.link.wire_remote().is_none())
             || failed.as_ref().is_some_and(|(at, _)| at.elapsed() < OPEN_AGAIN)
         {
             return None;
         }
-        match WirePath::open(self.kernel(), courier.clone(), strangers.clone(), self.outlive) {
+        let (strangers, tunnels) = (strangers.clone(), self.tunnels.clone());
+        match WirePath::open(self.kernel(), courier.clone(), strangers, self.outlive, tunnels) {
             Ok(wire) => {
                 self.wire.store(Some(wire.clone()));
                 Some(wire)
@@ -222,14 +237,16 @@ impl KernelPath {
         }
     }
 
-    /// Checks that known flows of `link` take the wire.
+    /// Checks that the kernel sends known flows of `link` by itself.
     ///
     /// # Errors
     /// The reason why vnetd forwards all its frames, in one line.
-    pub(super) fn takes_wire(&self, link: &Arc<Link>, now_ms: u64) -> Result<(), String> {
-        let remote = link.wire_remote()?;
+    pub(super) fn reaches(&self, link: &Arc<Link>, now_ms: u64) -> Result<(), String> {
+        if let Tunnel::Vtep(_) = link.tunnel()? {
+            return Ok(self.tunnels.is_ready(link)?);
+        }
         if let Some(wire) = &*self.wire.load() {
-            return Ok(wire.is_ready(link, remote, now_ms)?);
+            return Ok(wire.is_ready(link, now_ms)?);
         }
         let failed = self.no_wire.lock();
         Err(failed.as_ref().map_or("the wire is not open".into(), |(_, error)| error.clone()))
@@ -256,12 +273,10 @@ impl KernelPath {
     /// Ends all flows of older setups and takes those of `setup`.
     pub(super) fn publish(&self, setup: &Arc<Setup>) {
         let wire = self.wire.load_full();
-        self.installer.setup.store(Arc::new(Ways::of(setup, wire.clone())));
+        self.installer.setup.store(Arc::new(Ways::of(setup, self.tunnels.clone(), wire)));
         self.current.store(setup.clone());
         self.kernel().set_generation(setup.generation);
-        if let Some(wire) = wire {
-            wire.publish(self.kernel(), setup);
-        }
+        self.tunnels.publish(self.kernel(), setup);
         if !self.serving.swap(true, Relaxed) {
             let now_ns = now_ns();
             self.kernel().tick(now_ns, now_ns + self.outlive.as_nanos() as u64);
@@ -278,8 +293,9 @@ impl KernelPath {
 
     /// The renewer's loop.
     fn renewer(&self) -> impl FnOnce() + Send + use<> {
-        let (stopping, serving, current, wire) =
-            (self.stopping.clone(), self.serving.clone(), self.current.clone(), self.wire.clone());
+        let (stopping, serving, current) =
+            (self.stopping.clone(), self.serving.clone(), self.current.clone());
+        let (tunnels, wire) = (self.tunnels.clone(), self.wire.clone());
         let (kernel, started, outlive) = (self.kernel().clone(), self.started, self.outlive);
         let to: Arc<dyn Install> = self.installer.clone();
         let mut router = Router::new(current.load().table.clone(), self.learned.clone());
@@ -305,14 +321,18 @@ impl KernelPath {
                     if kernel.is_current(&terms) {
                         let Known { network, from, dst, src } = flow;
                         router.renew(&Flow { network, src, dst, from }, now_ms);
+                        if let Some(Port::Link(port)) = setup.port(from) {
+                            port.link.vtep_heard(now_ms);
+                        }
                     }
                 }
                 kernel.tick(now_ns, end_ns);
                 rounds += 1;
-                if rounds.is_multiple_of(ROUNDS_PER_TRIAL)
-                    && let Some(wire) = &*wire.load()
-                {
-                    wire.tick(&kernel, now_ms);
+                if rounds.is_multiple_of(ROUNDS_PER_TRIAL) {
+                    if let Some(wire) = &*wire.load() {
+                        wire.tick(&kernel, now_ms);
+                    }
+                    tunnels.tick(&kernel, now_ms);
                 }
                 if inherits && started.elapsed() > outlive {
                     inherits = false;

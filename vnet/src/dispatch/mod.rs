@@ -21,7 +21,7 @@
 //! - [`in_place`](mod@self::in_place): frames received straight into a guest's buffers (cut-through forwarding).
 //! - [`dispatcher_stats`]: a dispatcher's own statistics.
 //! - `observe`: records frames for captures; [`observers`](mod@self::observers): active captures and cache queries.
-//! - `kernel_path`: verdicts that the kernel applies by itself; `wire_path`: between hosts.
+//! - `kernel_path`: verdicts that the kernel applies by itself; `tunnels`: between hosts; `wire_path`: to vnet hosts.
 //! - [`mode`](mod@self::mode): guest-driven or VMM-driven queues; `served`: when a queue is polled and when it sleeps.
 //! - [`yielding`](mod@self::yielding): the yield strategy of an idle dispatcher.
 //! - [`share`]: weights of sources, and rate limits.
@@ -41,6 +41,7 @@ mod served;
 mod served_model;
 pub mod setup;
 pub mod share;
+mod tunnels;
 mod wire_path;
 pub mod yielding;
 

@@ -1,25 +1,20 @@
-//! The wire, joined to dispatchers: the links that use it, its trials, the underlay's devices, and its frames that come up.
+//! The wire, joined to dispatchers: the links that use it, its trials, and its frames that come up.
 //!
 //! A link may use the wire if it is native, in clear text, and leads to an IPv4 address that no other link has
 //! ([`Link::wire_remote`]). Trials show whether it works (`link/native/wire_state.rs`). Frames that arrive by the wire are checked
 //! twice: programs drop those from addresses of no such link; a frame that comes up is checked against the dispatcher's own setup, as a
 //! datagram of the link would be.
 
-use std::collections::HashMap;
-use std::net::Ipv4Addr;
+use std::net::SocketAddrV4;
 use std::os::fd::AsFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::Duration;
 
-use arc_swap::ArcSwap;
-use parking_lot::Mutex;
-
 use super::setup::{Feeder, Port, Setup, SetupView, SourceParts};
+use super::tunnels::Tunnels;
 use crate::frame::{Batch, DropSink, FRAME_MAX, NetworkId, Origin, PortId};
-use crate::interface::underlay;
 use crate::interface::wire::{OVERHEAD, PACKET_MAX, Wire, is_trial};
-use crate::kernel::{AtUnderlay, Attached, Destination, Kernel, Peer, Target, Underlay, WireHead};
+use crate::kernel::{Attached, Destination, Kernel, Sources, Target, WireHead};
 use crate::link::{Courier, Link};
 use crate::poll::Waker;
 use crate::source::{Source, Taken};
@@ -28,10 +23,6 @@ use crate::wire::ethernet::VLAN_TAG_LEN;
 use crate::wire::offload::{F_NEEDS_CSUM, Offload, VIRTIO_NET_HDR_LEN};
 use crate::wire::vxlan::WIRE_PORT;
 
-/// Target number of route queries per tick: with more links, ticks pass between two queries.
-const ROUTES_PER_TICK: usize = 64;
-/// Time from a failure to attach a program to a device of the underlay to the next attempt.
-const ATTACH_AGAIN_MS: u64 = 60_000;
 /// Maximum number of IP fragments of one frame.
 const FRAGMENTS_MAX: usize = 8;
 /// Bytes before a frame that came up: virtio-net header and head.
@@ -49,22 +40,9 @@ pub(super) struct WirePath {
     courier: Courier,
     /// How long the kernel forwards established flows without vnetd; announced to other hosts.
     outlive: Duration,
-    /// Links by the other host's address.
-    links: ArcSwap<HashMap<Ipv4Addr, Arc<Link>>>,
-    /// Routes to these hosts over which programs send datagrams that they make themselves.
-    underlay: ArcSwap<HashMap<Ipv4Addr, Underlay>>,
-    /// Devices of the underlay, by index.
-    programs: Mutex<HashMap<u32, UnderlayDevice>>,
-    ticks: AtomicUsize,
+    tunnels: Arc<Tunnels>,
     /// Counters of frames that belong to no link.
     strangers: Arc<PortStats>,
-}
-
-/// A device of the underlay.
-struct UnderlayDevice {
-    program: Option<AtUnderlay>,
-    /// Without a program: the time of the next attempt.
-    again_ms: u64,
 }
 
 impl WirePath {
@@ -77,50 +55,39 @@ impl WirePath {
         courier: Courier,
         strangers: Arc<PortStats>,
         outlive: Duration,
+        tunnels: Arc<Tunnels>,
     ) -> Result<Arc<WirePath>, String> {
         let wire = Wire::open(WIRE_PORT).map_err(|error| error.to_string())?;
         let attached = kernel.attach_wire(&wire.device, &wire.tap).map_err(|error| error.to_string())?;
         wire.raise().map_err(|error| format!("cannot set up the wire: {error}"))?;
-        Ok(Arc::new(WirePath {
-            _attached: attached,
-            wire,
-            courier,
-            outlive,
-            links: ArcSwap::default(),
-            underlay: ArcSwap::default(),
-            programs: Mutex::default(),
-            ticks: AtomicUsize::new(0),
-            strangers,
-        }))
+        tunnels.add_wire();
+        Ok(Arc::new(WirePath { _attached: attached, wire, courier, outlive, tunnels, strangers }))
     }
 
     /// How the kernel sends frames of a guest with MTU `mtu` to the other host of `link`; `None` while the link's wire is not ready,
     /// and for a guest whose frames would leave in too many IP fragments: native datagrams carry those better.
     pub(super) fn to(&self, link: &Link, mtu: usize, now_ms: u64) -> Option<Destination> {
-        let remote = link.wire_remote().ok().filter(|_| link.is_wire_ready(now_ms))?;
+        let remote = link.wire_remote().filter(|_| link.is_wire_ready(now_ms))?;
         let packet_max = usize::from(link.path_mtu()) - OVERHEAD;
         if mtu > PACKET_MAX || mtu > FRAGMENTS_MAX * packet_max {
             return None;
         }
-        let underlay = self.underlay.load().get(&remote).copied();
-        let target = Target::Host { remote, packet_max: packet_max as u32, underlay };
+        let target = Target::Host {
+            remote: SocketAddrV4::new(remote, WIRE_PORT),
+            packet_max: packet_max as u32,
+            underlay: self.tunnels.underlay(link),
+            sources: Sources::Wire,
+        };
         let (port, device, stats) = (link.port(), self.wire.device.1, link.stats().clone());
         Some(Destination { port, device, mtu: PACKET_MAX, stats, target })
     }
 
-    /// Checks that frames of `link` to the host at `remote` take the wire.
+    /// Checks that frames of `link` take the wire.
     ///
     /// # Errors
     /// The reason why they do not.
-    pub(super) fn is_ready(
-        &self,
-        link: &Arc<Link>,
-        remote: Ipv4Addr,
-        now_ms: u64,
-    ) -> Result<(), &'static str> {
-        if !self.links.load().get(&remote).is_some_and(|at| Arc::ptr_eq(at, link)) {
-            return Err("another link leads to the same address");
-        }
+    pub(super) fn is_ready(&self, link: &Arc<Link>, now_ms: u64) -> Result<(), &'static str> {
+        self.tunnels.is_sole(link)?;
         if !link.is_wire_ready(now_ms) {
             return Err(
                 "the other host does not receive UDP port 9789, or has no interface with the kernel path",
@@ -129,28 +96,9 @@ impl WirePath {
         Ok(())
     }
 
-    /// Accepts frames of the links of `setup`, and of no others.
-    pub(super) fn publish(&self, kernel: &Kernel, setup: &Setup) {
-        self.links.store(Arc::new(links_of(setup)));
-        self.set_peers(kernel);
-    }
-
-    fn set_peers(&self, kernel: &Kernel) {
-        // Control publishes setups while the renewer looks for routes.
-        let _one_at_a_time = self.programs.lock();
-        let (links, underlay) = (self.links.load(), self.underlay.load());
-        let peer = |(ip, link): (&Ipv4Addr, &Arc<Link>)| {
-            (*ip, Peer { port: link.port(), underlay: underlay.get(ip).copied() })
-        };
-        if let Err(error) = kernel.set_peers(&links.iter().map(peer).collect()) {
-            tracing::warn!("some links have no wire: {error}");
-        }
-    }
-
     /// Sends trials and announcements to all hosts, and ends the flows of links whose wire is not ready any more.
     pub(super) fn tick(&self, kernel: &Kernel, now_ms: u64) {
-        let links = self.links.load();
-        for (ip, link) in &**links {
+        for (ip, link) in &self.tunnels.wire_links() {
             self.wire.try_out(*ip);
             self.courier.announce_wire(link, self.outlive, now_ms);
             match link.wire_change(now_ms) {
@@ -165,76 +113,7 @@ impl WirePath {
                 None => {}
             }
         }
-        let ready: Vec<_> = links.iter().filter(|(_, link)| link.is_wire_ready(now_ms)).collect();
-        // Programs bypass IPsec policies: a host with any leaves all datagrams to its network stack.
-        let bypass = !ready.is_empty() && !underlay::has_ipsec_policies();
-        // Each route costs two requests to the kernel.
-        let tick = self.ticks.fetch_add(1, Relaxed);
-        if !bypass {
-            self.look_at_underlay(kernel, &[], now_ms);
-        } else if tick.is_multiple_of(1 + links.len() / ROUTES_PER_TICK) {
-            self.look_at_underlay(kernel, &ready, now_ms);
-        }
     }
-
-    /// Looks up the routes to the hosts of `ready`, attaches programs to their devices, and ends flows whose route has changed.
-    fn look_at_underlay(&self, kernel: &Kernel, ready: &[(&Ipv4Addr, &Arc<Link>)], now_ms: u64) {
-        let way = |ip: Ipv4Addr| underlay::way_to(ip).map(|(device, local)| (ip, Underlay { device, local }));
-        let mut found: HashMap<_, _> = ready.iter().filter_map(|(ip, _)| way(**ip)).collect();
-        {
-            let mut programs = self.programs.lock();
-            programs.retain(|device, _| found.values().any(|way| way.device == *device));
-            found.retain(|_, way| {
-                let known =
-                    programs.get(&way.device).is_some_and(|at| at.program.is_some() || now_ms < at.again_ms);
-                if !known {
-                    programs.insert(way.device, UnderlayDevice::open(kernel, way.device, now_ms));
-                }
-                programs.get(&way.device).is_some_and(|at| at.program.is_some())
-            });
-        }
-        let before = self.underlay.swap(Arc::new(found.clone()));
-        if *before == found {
-            return;
-        }
-        self.set_peers(kernel);
-        for (ip, link) in &**self.links.load() {
-            if before.get(ip) != found.get(ip) {
-                kernel.flows().end(link.stats());
-            }
-        }
-    }
-}
-
-impl UnderlayDevice {
-    /// Has a program take the wire's datagrams at a device.
-    fn open(kernel: &Kernel, device: u32, now_ms: u64) -> UnderlayDevice {
-        let again_ms = now_ms + ATTACH_AGAIN_MS;
-        // A device without a name is gone.
-        let Some(name) = underlay::name_of(device) else { return UnderlayDevice { program: None, again_ms } };
-        match kernel.attach_underlay(&(name, device)) {
-            Ok(Some(program)) => UnderlayDevice { program: Some(program), again_ms },
-            Ok(None) => UnderlayDevice { program: None, again_ms: u64::MAX },
-            Err(error) => {
-                tracing::info!("all datagrams of the wire pass the host's network stack: {error}");
-                UnderlayDevice { program: None, again_ms }
-            }
-        }
-    }
-}
-
-/// The links of `setup` that may use the wire, by their other host's address.
-fn links_of(setup: &Setup) -> HashMap<Ipv4Addr, Arc<Link>> {
-    let (mut links, mut twice) = (HashMap::new(), vec![]);
-    for link in setup.peers.links() {
-        if let Ok(ip) = link.wire_remote()
-            && links.insert(ip, link.clone()).is_some()
-        {
-            twice.push(ip);
-        }
-    }
-    links.retain(|ip, _| !twice.contains(ip));
-    links
 }
 
 impl Feeder for WirePath {
@@ -325,7 +204,7 @@ impl Source for WireSource {
 /// The link of `setup` over which a frame with `head` arrived.
 fn link_at<'a>(setup: &'a Setup, head: &WireHead) -> Option<&'a Arc<Link>> {
     let Port::Link(port) = setup.port(head.from())? else { return None };
-    (port.link.wire_remote() == Ok(head.remote())).then_some(&port.link)
+    (port.link.wire_remote() == Some(head.remote())).then_some(&port.link)
 }
 
 /// Parses a frame that came up, and moves a VLAN tag from the head into the frame, which then begins at [`START`]. The kernel's
@@ -351,6 +230,7 @@ fn restore(room: &mut [u8]) -> Option<(Offload, WireHead)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::net::Ipv4Addr;
 
     /// A packet as the kernel writes it to the TAP: metadata with offsets from the head, head, frame.
     fn came_up(tag: Option<[u8; 4]>, frame: &[u8]) -> Vec<u8> {

@@ -8,7 +8,7 @@
 //! and no more than are still free: so many guests that scan the network together leave room for one more.
 
 use std::collections::HashMap;
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, SocketAddrV4};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -20,10 +20,12 @@ use super::shared::{FLOWS_MAX, FlowKey, FlowValue, Known, NO_NAMESPACE, TO_INTER
 use crate::frame::PortId;
 use crate::stats::PortStats;
 use crate::wire::ethernet::{HEADER_LEN, Mac, VLAN_TAG_LEN};
-use crate::wire::vxlan::WIRE_PORT;
 
 /// Maximum number of flows charged to one port: a guest that scans the network uses a sixteenth of all.
 pub const FLOWS_PORT_MAX: u32 = 4096;
+
+/// First of the wire's source ports, and their number.
+const WIRE_SOURCES: (u16, u16) = (49_152, 16_384);
 
 /// The conditions under which a verdict holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,7 +54,8 @@ pub struct Sender {
 pub struct Destination {
     /// Its port.
     pub port: PortId,
-    /// Index of the device that takes its frames: the host's end of a guest's, or the wire.
+    /// Index of the device that takes its frames: the host's end of a guest's, or the wire; 0: frames that programs cannot send
+    /// themselves come up.
     pub device: u32,
     /// MTU in bytes, for unsegmented frames.
     pub mtu: usize,
@@ -72,15 +75,28 @@ pub enum Target {
         /// Its network namespace (nsid), if known.
         namespace: Option<u32>,
     },
-    /// Another host, by the wire.
+    /// Another host, by the wire or as a VTEP.
     Host {
-        /// Its address.
-        remote: Ipv4Addr,
+        /// Its address, and the UDP port of its end.
+        remote: SocketAddrV4,
         /// Longest IP packet of a guest, in bytes, that fits the path in one datagram.
         packet_max: u32,
         /// How programs send datagrams that they make themselves; `None`: the wire's device makes them all.
         underlay: Option<Underlay>,
+        /// Their source ports.
+        sources: Sources,
     },
+}
+
+/// Source ports of datagrams that programs make. A flow has one of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sources {
+    /// The wire's: the range that RFC 7348 recommends. Its datagrams carry the guests' ECN field (RFC 6040 section 4.1, normal mode).
+    Wire,
+    /// Ports that sockets of vnetd own, so that the kernel accepts ICMP errors about the datagrams: the first, and their number, a
+    /// power of two. ECN is zero (compatibility mode), as in vnetd's own datagrams: a vnetd at the other end would lose the mark of a
+    /// congested router.
+    Owned(u16, u16),
 }
 
 /// The route of datagrams to another host.
@@ -286,16 +302,25 @@ impl Target {
                 namespace: namespace.unwrap_or(NO_NAMESPACE),
                 ..FlowValue::default()
             },
-            Target::Host { remote, packet_max, underlay } => FlowValue {
-                kind: TO_LINK,
-                remote: remote.to_bits(),
-                segment_max: packet_max,
-                underlay: underlay.map_or(0, |way| way.device),
-                local: underlay.map_or(0, |way| way.local.to_bits()),
-                port: WIRE_PORT.into(),
-                namespace: NO_NAMESPACE,
-                ..FlowValue::default()
-            },
+            Target::Host { remote, packet_max, underlay, sources } => {
+                let (first_port, count, ecn_mask) = match sources {
+                    Sources::Wire => (WIRE_SOURCES.0, WIRE_SOURCES.1, 3),
+                    Sources::Owned(first, count) => (first, count, 0),
+                };
+                FlowValue {
+                    kind: TO_LINK,
+                    remote: remote.ip().to_bits(),
+                    segment_max: packet_max,
+                    underlay: underlay.map_or(0, |way| way.device),
+                    local: underlay.map_or(0, |way| way.local.to_bits()),
+                    port: remote.port().into(),
+                    first_port,
+                    port_mask: count.saturating_sub(1),
+                    ecn_mask,
+                    namespace: NO_NAMESPACE,
+                    ..FlowValue::default()
+                }
+            }
         }
     }
 }

@@ -11,12 +11,13 @@
 //!                       |
 //!                       +-- known flow to another host
 //!                             +-- in a datagram of its own: redirect_neigh ===================== underlay
-//!                             +-- else: redirect -> the wire, a VXLAN device =================== underlay
+//!                             +-- else, to a vnet host: redirect -> the wire, a VXLAN device === underlay
+//!                             +-- else, to a VTEP: redirect -> TAP of A -> vnetd
 //!
 //!   underlay ==== its device
 //!                       | from_underlay
 //!                       +-- known flow that ends in container B: redirect_peer -> container B
-//!                       +-- else: the host's network stack -> the wire
+//!                       +-- else: the host's network stack -> the wire, or vnetd's socket for VXLAN
 //!                       | from_wire
 //!                       +-- known flow: redirect_peer -> container B
 //!                       +-- else: redirect -> TAP of the wire -> vnetd
@@ -28,9 +29,9 @@
 //!   table's generation and two versions of learned addresses are current, and until its lease ends. Programs compare all
 //!   three for each frame, in memory shared with vnetd (`mapping.rs`): one store ends any number of flows.
 //! - *Attached devices*: a guest's veth and vnetd's TAP behind it ([`Kernel::attach`]), the wire and its TAP
-//!   ([`Kernel::attach_wire`]), devices of the underlay ([`Kernel::attach_underlay`]). A frame of the wire belongs to the link whose
-//!   remote has sent it ([`Kernel::set_peers`]).
-//! - *Pins* (`pins.rs`): maps and the program at the host's end outlive a vnetd that dies. Leases run by a clock that vnetd advances
+//!   ([`Kernel::attach_wire`]), devices of the underlay ([`Kernel::attach_underlay`]). A datagram belongs to the link whose remote
+//!   has sent it, to the port of the wire or of VXLAN ([`Kernel::set_peers`]).
+//! - *Pins* (`pins.rs`): maps and the programs at the host's end and at the underlay outlive a vnetd that dies. Leases run by a clock that vnetd advances
 //!   ([`Kernel::tick`]). Without vnetd it stands still, so established flows stay valid until the end time that vnetd wrote last. The
 //!   next vnetd adopts maps and devices. It starts the clock with its first setup, whose generation ends the old flows: from then on
 //!   their frames reach vnetd.
@@ -44,10 +45,11 @@ mod pins;
 mod shared;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod vtep_tests;
 
 use std::collections;
 use std::io;
-use std::net::Ipv4Addr;
 use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -63,15 +65,15 @@ use parking_lot::Mutex;
 use rustix::process::{Resource, Rlimit, setrlimit};
 use rustix::time::{ClockId, clock_gettime};
 
-pub use flows::{Carried, Destination, FLOWS_PORT_MAX, Flows, Sender, Target, Terms, Underlay};
+pub use flows::{Carried, Destination, FLOWS_PORT_MAX, Flows, Sender, Sources, Target, Terms, Underlay};
 pub use pins::{Outlive, PinOptions};
-pub use shared::{FLOWS_MAX, Known, VERSIONS, WireHead};
+pub use shared::{End, FLOWS_MAX, Known, VERSIONS, WireHead};
 
 use crate::frame::{Origin, PortId};
 use crate::wire::ethernet::Mac;
 use mapping::Mapping;
 use pins::Pins;
-use shared::{PeerValue, PortValue, State};
+use shared::{PeerKey, PeerValue, PortValue, State};
 
 /// The compiled programs.
 static OBJECT: &[u8] = include_bytes_aligned!("programs/forward.o");
@@ -133,7 +135,7 @@ pub struct GuestDevice {
     pub mac: Mac,
 }
 
-/// A host whose frames the wire accepts.
+/// A host whose datagrams programs take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Peer {
     /// Its link's port.
@@ -151,13 +153,15 @@ pub struct AtUnderlay {
 pub struct Kernel {
     programs: Mutex<Ebpf>,
     ports: Mutex<HashMap<MapData, u32, PortValue>>,
-    peers: Mutex<HashMap<MapData, u32, PeerValue>>,
+    peers: Mutex<HashMap<MapData, PeerKey, PeerValue>>,
     state: Mapping<State>,
     flows: Flows,
     /// Where programs and maps are pinned, or the reason why they are not.
     pins: Result<Pins, String>,
     /// Devices of a vnetd that has died and that are not attached again yet.
     unclaimed: Mutex<collections::HashSet<u32>>,
+    /// The same for devices of the underlay.
+    unclaimed_underlay: Mutex<collections::HashSet<u32>>,
 }
 
 impl Kernel {
@@ -188,9 +192,10 @@ impl Kernel {
         let ports: HashMap<_, u32, PortValue> = HashMap::try_from(ports)?;
         let links = pins.iter().flat_map(Pins::devices);
         let unclaimed = Mutex::new(ports.keys().flatten().chain(links).collect());
+        let unclaimed_underlay = Mutex::new(pins.iter().flat_map(Pins::underlay_devices).collect());
         let (programs, ports) = (Mutex::new(programs), Mutex::new(ports));
         let peers = Mutex::new(HashMap::try_from(peers)?);
-        Ok(Arc::new(Kernel { programs, ports, peers, state, flows, pins, unclaimed }))
+        Ok(Arc::new(Kernel { programs, ports, peers, state, flows, pins, unclaimed, unclaimed_underlay }))
     }
 
     /// The installed flows.
@@ -239,8 +244,13 @@ impl Kernel {
         self.state().end_ns.store(end_ns, Ordering::Release);
     }
 
-    /// Detaches programs from devices of a vnetd that has died and that are not attached again, and lists these devices.
+    /// Detaches programs from devices of a vnetd that has died and that are not attached again, and lists these devices. Devices of
+    /// the underlay are not listed: they are not vnetd's own.
     pub fn forget_unclaimed(&self) -> collections::HashSet<u32> {
+        let underlay = std::mem::take(&mut *self.unclaimed_underlay.lock());
+        if let Ok(pins) = &self.pins {
+            underlay.iter().for_each(|device| _ = std::fs::remove_file(pins.underlay(*device)));
+        }
         let unclaimed = std::mem::take(&mut *self.unclaimed.lock());
         let mut ports = self.ports.lock();
         for device in &unclaimed {
@@ -300,7 +310,7 @@ impl Kernel {
         {
             let mut ports = self.ports.lock();
             ports.insert(tap.1, value(host.1), 0)?;
-            attached.hooks.extend(self.attach_program("from_core", tap, false)?);
+            attached.hooks.extend(self.attach_program("from_core", tap, Stays::Never)?);
             let before = ports.get(&host.1, 0);
             if before.is_ok_and(|before| (before.network, before.from) != (network, from)) {
                 // The guest had another port in the vnetd that has died, and the old flows contain that port.
@@ -308,7 +318,7 @@ impl Kernel {
             }
             ports.insert(host.1, value(tap.1), 0)?;
         }
-        attached.hooks.extend(self.attach_program("from_guest", host, true)?);
+        attached.hooks.extend(self.attach_program("from_guest", host, Stays::Always)?);
         Ok(attached)
     }
 
@@ -328,8 +338,8 @@ impl Kernel {
             ports.insert(tap.1, value(device.1), 0)?;
             ports.insert(device.1, value(tap.1), 0)?;
         }
-        attached.hooks.extend(self.attach_program("try_wire", tap, false)?);
-        attached.hooks.extend(self.attach_program("from_wire", device, true)?);
+        attached.hooks.extend(self.attach_program("try_wire", tap, Stays::Never)?);
+        attached.hooks.extend(self.attach_program("from_wire", device, Stays::Always)?);
         Ok(attached)
     }
 
@@ -339,29 +349,31 @@ impl Kernel {
         Attached { kernel: self.clone(), devices, hooks: vec![] }
     }
 
-    /// Accepts the wire's frames from the hosts at `wanted` addresses and from no others; a host's frames come from its link.
+    /// Accepts datagrams of `wanted` hosts and of no others; a host's frames come from its link.
     ///
     /// # Errors
     /// The kernel has no memory.
-    pub fn set_peers(&self, wanted: &collections::HashMap<Ipv4Addr, Peer>) -> Result<(), KernelError> {
+    pub fn set_peers(&self, wanted: &collections::HashMap<End, Peer>) -> Result<(), KernelError> {
         let mut peers = self.peers.lock();
-        let known: Vec<u32> = peers.keys().collect::<Result<_, _>>()?;
-        for ip in known.iter().filter(|ip| !wanted.contains_key(&Ipv4Addr::from_bits(**ip))) {
-            peers.remove(ip)?;
+        let known: Vec<PeerKey> = peers.keys().collect::<Result<_, _>>()?;
+        for key in known.iter().filter(|key| !wanted.contains_key(&key.end())) {
+            peers.remove(key)?;
         }
-        for (ip, Peer { port: PortId(from), underlay }) in wanted {
+        for (end, Peer { port: PortId(from), underlay }) in wanted {
             let (device, local) = underlay.map_or((0, 0), |way| (way.device, way.local.to_bits()));
-            let value = PeerValue { from: *from, zero: 0, device, local };
-            // Programs may be reading an entry that is replaced.
-            if !peers.get(&ip.to_bits(), 0).is_ok_and(|now| now == value) {
-                peers.insert(ip.to_bits(), value, 0)?;
+            let (key, value) =
+                (PeerKey::new(end), PeerValue { from: *from, device, local, ..PeerValue::default() });
+            // Programs may be reading an entry that is replaced. They write the time to it.
+            let is_value = |now: PeerValue| PeerValue { coalesced_ns: 0, ..now } == value;
+            if !peers.get(&key, 0).is_ok_and(is_value) {
+                peers.insert(key, value, 0)?;
             }
         }
         Ok(())
     }
 
-    /// Has a program take the wire's datagrams of known flows at a device of the underlay, until the result is dropped. `None` on a
-    /// kernel without tcx: a filter would outlive vnetd on a device that is not vnetd's own.
+    /// Has a program take datagrams of known flows at a device of the underlay, until the result is dropped. `None` on a kernel
+    /// without tcx: a filter would outlive vnetd on a device that is not vnetd's own.
     ///
     /// # Errors
     /// As [`Kernel::attach`].
@@ -369,15 +381,16 @@ impl Kernel {
         if !has_tcx() {
             return Ok(None);
         }
-        Ok(Some(AtUnderlay { _hooks: self.attach_program("from_underlay", device, false)? }))
+        self.unclaimed_underlay.lock().remove(&device.1);
+        Ok(Some(AtUnderlay { _hooks: self.attach_program("from_underlay", device, Stays::Pinned)? }))
     }
 
-    /// Attaches a program to a device. One that `stays` outlives vnetd: without it, frames would reach the host's network stack.
+    /// Attaches a program to a device.
     fn attach_program(
         &self,
         name: &str,
         device: &(String, u32),
-        stays: bool,
+        stays: Stays,
     ) -> Result<Vec<Hook>, KernelError> {
         let refused = |error| match error {
             KernelError::Load(error) => KernelError::Device(device.0.clone(), error),
@@ -386,12 +399,16 @@ impl Kernel {
         let mut programs = self.programs.lock();
         let program = programs.program_mut(name).ok_or_else(|| lacks(name))?;
         let program: &mut SchedClassifier = program.try_into()?;
-        let pins = self.pins.as_ref().ok().filter(|_| stays);
-        if !has_tcx() || stays && pins.is_none() {
+        let pin = self.pins.as_ref().ok().and_then(|pins| match stays {
+            Stays::Never => None,
+            Stays::Pinned => Some(pins.underlay(device.1)),
+            Stays::Always => Some(pins.link(device.1)),
+        });
+        if !has_tcx() || stays == Stays::Always && pin.is_none() {
             return Ok(vec![attach_filter(program, &device.0).map_err(refused)?]);
         }
-        let mut hooks = vec![attach_link(program, device, pins).map_err(refused)?];
-        if stays {
+        let mut hooks = vec![attach_link(program, &device.0, pin).map_err(refused)?];
+        if stays == Stays::Always {
             // The pin ends with its file system, for example with vnetd's mount namespace. Then this filter takes the frames.
             hooks.extend(attach_filter(program, &device.0));
         }
@@ -408,6 +425,17 @@ impl Drop for Kernel {
     }
 }
 
+/// Whether a program stays at its device when vnetd dies.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Stays {
+    /// The program does nothing without vnetd.
+    Never,
+    /// If its link can be pinned: a program at a device that is not vnetd's own.
+    Pinned,
+    /// Without it, frames would reach the host's network stack.
+    Always,
+}
+
 /// Replaces the program of a pinned link, between two frames.
 fn replace(program: &mut SchedClassifier, pin: &Path) -> Result<(), KernelError> {
     let fail = |error: &dyn std::error::Error| KernelError::Load(in_one_line(error));
@@ -422,10 +450,9 @@ fn replace(program: &mut SchedClassifier, pin: &Path) -> Result<(), KernelError>
 /// Attaches a program by a tcx link, which outlives vnetd with a pin. The link comes before filters.
 fn attach_link(
     program: &mut SchedClassifier,
-    (device, index): &(String, u32),
-    pins: Option<&Pins>,
+    device: &str,
+    pin: Option<PathBuf>,
 ) -> Result<Hook, KernelError> {
-    let pin = pins.map(|pins| pins.link(*index));
     if let Some(pin) = &pin
         && replace(program, pin).is_ok()
     {

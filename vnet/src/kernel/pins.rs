@@ -2,7 +2,8 @@
 //!
 //! ```text
 //!   BPFFS/vnet/HOST-NAMESPACE/         locked by the vnetd that uses it
-//!     link-INDEX                       the program at the device of that index: attached as long as this file is there
+//!     link-INDEX                       the program at vnetd's device of that index: attached as long as this file is there
+//!     underlay-INDEX                   the same at a device of the underlay
 //!     OBJECT/MAP                       maps of one version of the programs, named by its hash
 //! ```
 //!
@@ -27,8 +28,9 @@ const SO_NETNS_COOKIE: libc::c_int = 71;
 /// Attempts to lock a folder, and the pause after each.
 const LOCK_TRIES: u32 = 100;
 const LOCK_PAUSE: Duration = Duration::from_millis(10);
-/// Prefix of the links' files.
+/// Prefixes of the links' files.
 const LINK: &str = "link-";
+const UNDERLAY: &str = "underlay-";
 
 /// The programs' maps.
 pub(super) const MAPS: [&str; 5] = ["flows", "peers", "ports", "state", "tallies"];
@@ -95,7 +97,14 @@ impl Pins {
             std::fs::remove_dir_all(other)?;
         }
         std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&maps)?;
-        Ok(Pins { folder, maps, adopted, _lock: lock })
+        let pins = Pins { folder, maps, adopted, _lock: lock };
+        if !adopted {
+            // Nobody ends the flows that these programs follow.
+            pins.underlay_devices()
+                .into_iter()
+                .for_each(|device| _ = std::fs::remove_file(pins.underlay(device)));
+        }
+        Ok(pins)
     }
 
     /// File of a map.
@@ -108,9 +117,23 @@ impl Pins {
         self.folder.join(format!("{LINK}{device}"))
     }
 
-    /// Devices that have links here.
+    /// File of the program's link at a device of the underlay.
+    pub(super) fn underlay(&self, device: u32) -> PathBuf {
+        self.folder.join(format!("{UNDERLAY}{device}"))
+    }
+
+    /// vnetd's devices that have links here.
     pub(super) fn devices(&self) -> Vec<u32> {
-        let device = |path: PathBuf| path.file_name()?.to_str()?.strip_prefix(LINK)?.parse().ok();
+        self.links(LINK)
+    }
+
+    /// Devices of the underlay that have links here.
+    pub(super) fn underlay_devices(&self) -> Vec<u32> {
+        self.links(UNDERLAY)
+    }
+
+    fn links(&self, prefix: &str) -> Vec<u32> {
+        let device = |path: PathBuf| path.file_name()?.to_str()?.strip_prefix(prefix)?.parse().ok();
         entries(&self.folder).into_iter().flatten().filter_map(device).collect()
     }
 

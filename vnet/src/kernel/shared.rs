@@ -59,7 +59,7 @@ pub(super) const TO_INTERFACE: u32 = 1;
 pub(super) const TO_LINK: u32 = 2;
 /// `namespace` of a guest whose namespace is unknown.
 pub(super) const NO_NAMESPACE: u32 = u32::MAX;
-/// Maximum number of links that use the wire: all links of a host.
+/// Maximum number of links whose datagrams programs take: all links of a host.
 #[cfg(test)]
 const PEERS_MAX: u32 = 4096;
 
@@ -82,6 +82,9 @@ pub(super) struct FlowValue {
     pub(super) underlay: u32,
     pub(super) port: u32,
     pub(super) local: u32,
+    pub(super) first_port: u16,
+    pub(super) port_mask: u16,
+    pub(super) ecn_mask: u32,
     pub(super) namespace: u32,
 }
 
@@ -95,14 +98,43 @@ pub(super) struct PortValue {
     pub(super) other: u32,
 }
 
-/// A link that uses the wire, as a value of the programs' map.
+/// Where a link's datagrams come from and arrive, as a key of the programs' map.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct PeerKey {
+    remote: u32,
+    port: u16,
+    zero: u16,
+}
+
+impl PeerKey {
+    pub(super) fn new(end: &End) -> PeerKey {
+        PeerKey { remote: end.remote.to_bits(), port: end.port, zero: 0 }
+    }
+
+    pub(super) fn end(&self) -> End {
+        End { remote: Ipv4Addr::from_bits(self.remote), port: self.port }
+    }
+}
+
+/// The two ends of a link's datagrams that arrive.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct End {
+    /// The other host's address.
+    pub remote: Ipv4Addr,
+    /// This host's UDP port.
+    pub port: u16,
+}
+
+/// A link whose datagrams programs take, as a value of the programs' map.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct PeerValue {
     pub(super) from: u16,
-    pub(super) zero: u16,
+    pub(super) zero: [u16; 3],
     pub(super) device: u32,
     pub(super) local: u32,
+    pub(super) coalesced_ns: u64,
 }
 
 /// The head of a frame of the wire that comes up.
@@ -173,6 +205,8 @@ unsafe impl Pod for FlowValue {}
 // SAFETY: as above.
 unsafe impl Pod for PortValue {}
 // SAFETY: as above.
+unsafe impl Pod for PeerKey {}
+// SAFETY: as above.
 unsafe impl Pod for PeerValue {}
 
 #[cfg(test)]
@@ -205,10 +239,11 @@ mod tests {
             "flow_key" = FlowKey { network, from, dst, src, zero }
             "flow" = FlowValue {
                 until_ns, id, generation, buckets, versions, slot, kind, device, own_address, len_max, remote, segment_max,
-                underlay, port, local, namespace
+                underlay, port, local, first_port, port_mask, ecn_mask, namespace
             }
             "port" = PortValue { network, from, mac, other }
-            "peer" = PeerValue { from, zero, device, local }
+            "peer_key" = PeerKey { remote, port, zero }
+            "peer" = PeerValue { from, zero, device, local, coalesced_ns }
             "wire_head" = WireHead { remote, network, from, zero }
             "tally" = Tally { frames, bytes, used_ns, zero }
             "state" = State { versions, generation, clock_ns, end_ns }

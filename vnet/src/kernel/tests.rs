@@ -2,6 +2,7 @@
 //!
 //! They need CAP_BPF. Without it, as in an unprivileged build, they print that and pass.
 
+use std::net::{Ipv4Addr, SocketAddrV4};
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
@@ -11,20 +12,21 @@ use aya::programs::{TestRun, TestRunOptions};
 use super::*;
 use crate::frame::NetworkId;
 use crate::wire::ethernet::HEADER_LEN;
+use crate::wire::vxlan::WIRE_PORT;
 
 /// Verdicts of linux/pkt_cls.h.
 /// -1: the device's other filters and the network stack decide.
-const TC_ACT_UNSPEC: u32 = u32::MAX;
+pub(super) const TC_ACT_UNSPEC: u32 = u32::MAX;
 const TC_ACT_SHOT: u32 = 2;
-const TC_ACT_REDIRECT: u32 = 7;
+pub(super) const TC_ACT_REDIRECT: u32 = 7;
 /// `ifindex` of the loopback device, where test runs happen.
-const LOOPBACK: u32 = 1;
+pub(super) const LOOPBACK: u32 = 1;
 
-const A: Mac = Mac([2, 0, 0, 0, 0, 0xa]);
-const B: Mac = Mac([2, 0, 0, 0, 0, 0xb]);
+pub(super) const A: Mac = Mac([2, 0, 0, 0, 0, 0xa]);
+pub(super) const B: Mac = Mac([2, 0, 0, 0, 0, 0xb]);
 /// The leases' clock.
 const NOW: u64 = 1000;
-const FROM: PortId = PortId(3);
+pub(super) const FROM: PortId = PortId(3);
 const TO: PortId = PortId(9);
 
 impl Kernel {
@@ -54,14 +56,14 @@ fn kernel() -> Option<Arc<Kernel>> {
 }
 
 /// A kernel whose loopback device is a guest's, with what `program` says to a frame.
-struct Bench {
-    kernel: Arc<Kernel>,
-    from: Sender,
-    to: Destination,
+pub(super) struct Bench {
+    pub(super) kernel: Arc<Kernel>,
+    pub(super) from: Sender,
+    pub(super) to: Destination,
 }
 
 impl Bench {
-    fn new() -> Option<Bench> {
+    pub(super) fn new() -> Option<Bench> {
         let kernel = kernel()?;
         let port = PortValue { network: 1, from: FROM.0, mac: B.0, other: LOOPBACK };
         kernel.ports.lock().insert(LOOPBACK, port, 0).unwrap();
@@ -76,18 +78,23 @@ impl Bench {
     }
 
     /// The verdict of `program` on a frame, and the frame afterwards.
-    fn change(&self, program: &str, frame: &[u8]) -> (u32, Vec<u8>) {
-        self.change_in(program, frame, None)
+    pub(super) fn change(&self, program: &str, frame: &[u8]) -> (u32, Vec<u8>) {
+        self.change_segmented(program, frame, 0)
     }
 
-    fn change_in(&self, program: &str, frame: &[u8], context: Option<&[u8]>) -> (u32, Vec<u8>) {
+    /// The same for a frame to be segmented into pieces of `gso_size` bytes.
+    pub(super) fn change_segmented(&self, program: &str, frame: &[u8], gso_size: u32) -> (u32, Vec<u8>) {
+        // struct __sk_buff of linux/bpf.h.
+        const GSO_SIZE_AT: usize = 176;
+        let mut context = [0; 192];
+        context[GSO_SIZE_AT..GSO_SIZE_AT + 4].copy_from_slice(&gso_size.to_ne_bytes());
         let mut programs = self.kernel.programs.lock();
         let program: &mut SchedClassifier = programs.program_mut(program).unwrap().try_into().unwrap();
         let mut room = vec![0; frame.len() + 256];
         let options = TestRunOptions {
             data_in: Some(frame),
             data_out: Some(&mut room),
-            ctx_in: context,
+            ctx_in: Some(&context),
             ..TestRunOptions::new()
         };
         let result = program.test_run(options).unwrap();
@@ -96,17 +103,8 @@ impl Bench {
         (result.return_value, room)
     }
 
-    /// The verdict of `program` on a frame to be segmented, and the frame afterwards.
-    fn change_segmented(&self, program: &str, frame: &[u8]) -> (u32, Vec<u8>) {
-        // struct __sk_buff of linux/bpf.h.
-        const GSO_SIZE_AT: usize = 176;
-        let mut context = [0; 192];
-        context[GSO_SIZE_AT..GSO_SIZE_AT + 4].copy_from_slice(&100_u32.to_ne_bytes());
-        self.change_in(program, frame, Some(&context))
-    }
-
     /// Sends a frame of `len` bytes; true when a flow took it.
-    fn takes(&self, dst: Mac, len: usize) -> bool {
+    pub(super) fn takes(&self, dst: Mac, len: usize) -> bool {
         self.kernel.flows().count();
         let before = self.from.stats.in_frames.get();
         assert_eq!(self.run("from_guest", &frame(dst, len)), TC_ACT_REDIRECT);
@@ -114,7 +112,7 @@ impl Bench {
         self.from.stats.in_frames.get() == before + 1
     }
 
-    fn install(&self, terms: &Terms) -> bool {
+    pub(super) fn install(&self, terms: &Terms) -> bool {
         self.kernel.flows().install(&known(B), &self.from, &self.to, terms)
     }
 }
@@ -139,11 +137,11 @@ fn frame(dst: Mac, len: usize) -> Vec<u8> {
     frame
 }
 
-fn known(dst: Mac) -> Known {
+pub(super) fn known(dst: Mac) -> Known {
     Known { network: NetworkId::DEFAULT, from: FROM, dst, src: A }
 }
 
-fn terms() -> Terms {
+pub(super) fn terms() -> Terms {
     Terms { until_ns: u64::MAX, generation: 7, buckets: [1, 2], versions: [0, 0] }
 }
 
@@ -360,11 +358,17 @@ fn every_map_is_pinned() {
     assert_eq!(maps, pins::MAPS);
 }
 
+/// Another host that the wire reaches.
+fn by_wire(remote: Ipv4Addr, underlay: Option<Underlay>) -> Target {
+    let remote = SocketAddrV4::new(remote, WIRE_PORT);
+    Target::Host { remote, packet_max: 1450, underlay, sources: Sources::Wire }
+}
+
 #[test]
 fn a_flow_to_another_host_takes_the_wire() {
     let Some(mut bench) = Bench::new() else { return };
     let remote = Ipv4Addr::new(192, 0, 2, 2);
-    bench.to.target = Target::Host { remote, packet_max: 1450, underlay: None };
+    bench.to.target = by_wire(remote, None);
     assert!(bench.install(&terms()));
     // Also frames larger than one datagram, which leave in fragments.
     assert!(bench.takes(B, 60) && bench.takes(B, 1514));
@@ -382,27 +386,27 @@ fn the_wire_hears_tunnels_of_its_links_only() {
     let Some(bench) = Bench::new() else { return };
     // A frame that no tunnel has brought.
     assert_eq!(bench.run("from_wire", &frame(B, 60)), TC_ACT_SHOT);
-    let [one, two] = [1, 2].map(|n| Ipv4Addr::new(192, 0, 2, n));
+    let [one, two] = [1, 2].map(|n| End { remote: Ipv4Addr::new(192, 0, 2, n), port: WIRE_PORT });
     let known = || {
         let peers = bench.kernel.peers.lock();
         let mut known: Vec<_> =
-            peers.iter().map(|peer| peer.map(|(ip, peer)| (ip, peer.from)).unwrap()).collect();
+            peers.iter().map(|peer| peer.map(|(key, peer)| (key.end(), peer.from)).unwrap()).collect();
         known.sort_unstable();
         known
     };
     bench.kernel.set_peers(&[(one, peer(7)), (two, peer(8))].into()).unwrap();
-    assert_eq!(known(), [(one.to_bits(), 7), (two.to_bits(), 8)]);
+    assert_eq!(known(), [(one, 7), (two, 8)]);
     bench.kernel.set_peers(&[(two, peer(9))].into()).unwrap();
-    assert_eq!(known(), [(two.to_bits(), 9)]);
+    assert_eq!(known(), [(two, 9)]);
 }
 
-fn peer(port: u16) -> Peer {
+pub(super) fn peer(port: u16) -> Peer {
     let underlay = Underlay { device: LOOPBACK, local: Ipv4Addr::new(192, 0, 2, 1) };
     Peer { port: PortId(port), underlay: Some(underlay) }
 }
 
 /// An ICMP echo from A to B. Its first bytes are those of an Ethernet frame that carries IPv4.
-fn echo(len: usize) -> Vec<u8> {
+pub(super) fn echo(len: usize) -> Vec<u8> {
     let mut frame = frame(B, len);
     frame[14..16].copy_from_slice(&[0x45, 2]);
     frame[23] = 1;
@@ -413,11 +417,7 @@ fn echo(len: usize) -> Vec<u8> {
 fn a_datagram_made_by_programs_is_taken_by_programs() {
     let Some(mut bench) = Bench::new() else { return };
     let (local, remote) = (Ipv4Addr::new(192, 0, 2, 1), Ipv4Addr::new(192, 0, 2, 2));
-    bench.to.target = Target::Host {
-        remote,
-        packet_max: 1450,
-        underlay: Some(Underlay { device: LOOPBACK, local: remote }),
-    };
+    bench.to.target = by_wire(remote, Some(Underlay { device: LOOPBACK, local: remote }));
     assert!(bench.install(&terms()));
     let frame = echo(200);
     let (verdict, datagram) = bench.change("from_guest", &frame);
@@ -445,9 +445,10 @@ fn a_datagram_made_by_programs_is_taken_by_programs() {
     let host = (TC_ACT_UNSPEC, datagram.clone());
     assert_eq!(bench.change("from_underlay", &datagram), host, "of no link");
     let elsewhere = Underlay { device: LOOPBACK + 1, local };
-    bench.kernel.set_peers(&[(remote, Peer { underlay: Some(elsewhere), ..peer(7) })].into()).unwrap();
+    let end = End { remote, port: WIRE_PORT };
+    bench.kernel.set_peers(&[(end, Peer { underlay: Some(elsewhere), ..peer(7) })].into()).unwrap();
     assert_eq!(bench.change("from_underlay", &datagram), host, "of another device");
-    bench.kernel.set_peers(&[(remote, peer(7))].into()).unwrap();
+    bench.kernel.set_peers(&[(end, peer(7))].into()).unwrap();
     assert_eq!(bench.change("from_underlay", &datagram), (TC_ACT_REDIRECT, frame));
     // Every deviation sends the datagram to the host's network stack, unchanged.
     for (at, what) in [
@@ -458,7 +459,6 @@ fn a_datagram_made_by_programs_is_taken_by_programs() {
         (25, "checksum"),
         (33, "another's"),
         (36, "port"),
-        (40, "UDP checksum"),
         (42, "VXLAN flags"),
         (48, "network"),
         (49, "reserved"),
@@ -485,7 +485,9 @@ fn a_datagram_made_by_programs_is_taken_by_programs() {
     // A super-frame must be for a TCP socket of the guest.
     for protocol in [1, 6, 17] {
         datagram[73] = protocol;
-        assert_eq!(bench.change_segmented("from_underlay", &datagram), (TC_ACT_UNSPEC, datagram.clone()));
+        datagram[66..68].copy_from_slice(&186_u16.to_be_bytes());
+        let after = bench.change_segmented("from_underlay", &datagram, 100);
+        assert_eq!(after, (TC_ACT_UNSPEC, datagram.clone()));
     }
     for len in 34..84 {
         let cut = &datagram[..len];
@@ -497,7 +499,7 @@ fn a_datagram_made_by_programs_is_taken_by_programs() {
 fn a_fragment_beyond_one_datagram_leaves_in_two() {
     let Some(mut bench) = Bench::new() else { return };
     let remote = Ipv4Addr::new(192, 0, 2, 2);
-    bench.to.target = Target::Host { remote, packet_max: 1450, underlay: None };
+    bench.to.target = by_wire(remote, None);
     assert!(bench.install(&terms()));
     let fragment = |len: usize, flags_and_offset: u16| {
         let mut frame = frame(B, len);
@@ -537,7 +539,7 @@ fn a_fragment_beyond_one_datagram_leaves_in_two() {
 }
 
 /// The sum of IP checksums (RFC 1071).
-fn ones_complement(bytes: &[u8]) -> u16 {
+pub(super) fn ones_complement(bytes: &[u8]) -> u16 {
     let mut sum: u32 = bytes.chunks(2).map(|pair| u32::from(u16::from_be_bytes([pair[0], pair[1]]))).sum();
     while sum > 0xffff {
         sum = (sum & 0xffff) + (sum >> 16);

@@ -1,7 +1,7 @@
 //! A link: the parts that all links share, and one of the kinds.
 
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, SocketAddrV4};
 use std::ops::Deref;
 use std::sync::Arc;
 use std::time::Duration;
@@ -33,6 +33,15 @@ pub struct Link {
     common: Common,
     options: LinkOptions,
     pub(in crate::link) kind: Kind,
+}
+
+/// How the kernel's own path reaches the other host of a link.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Tunnel {
+    /// By the wire ([`native::wire_state`](super::native::wire_state)), to a vnet host.
+    Wire(Ipv4Addr),
+    /// By VXLAN datagrams of the link's own, to a VTEP.
+    Vtep(SocketAddrV4),
 }
 
 /// Link kinds.
@@ -192,26 +201,51 @@ impl Link {
         udp_payload(self.path_mtu(), self.remote().is_some_and(|remote| remote.is_ipv4()))
     }
 
-    /// The other host's address on the wire ([`native::wire_state`](super::native::wire_state)), if this link's known flows may take
-    /// it. Sealed and relayed links and those limited to source addresses stay on vnetd's own datagrams, which the kernel could
-    /// neither encrypt nor check.
+    /// How the kernel sends this link's known flows by itself, if it may. Sealed and relayed links and those limited to source
+    /// addresses stay on vnetd's own datagrams, which the kernel could neither encrypt nor check; so do links with several VTEPs, of
+    /// which vnetd chooses one for each frame.
     ///
     /// # Errors
-    /// The reason why they may not.
-    pub fn wire_remote(&self) -> Result<Ipv4Addr, &'static str> {
-        let native = self.native().ok_or("it is not native")?;
-        if native.seal.is_some() {
-            return Err("it is sealed");
-        } else if native.via.is_some() {
-            return Err("it is relayed");
-        } else if self.macs.is_some() {
+    /// The reason why it may not.
+    pub fn tunnel(&self) -> Result<Tunnel, &'static str> {
+        match &self.kind {
+            Kind::Native(native) if native.seal.is_some() => return Err("it is sealed"),
+            Kind::Native(native) if native.via.is_some() => return Err("it is relayed"),
+            Kind::Vxlan(vxlan) if vxlan.vteps.group().is_some() => return Err("it has a multicast group"),
+            Kind::Vxlan(vxlan) if vxlan.vteps.addresses().len() > 1 => return Err("it has several VTEPs"),
+            Kind::Vxlan(vxlan) if vxlan.drivers.is_none() => return Err("its offload is off"),
+            Kind::Native(_) | Kind::Vxlan(_) => {}
+            Kind::Classic(_) | Kind::Stream(_) => return Err("it is neither native nor vxlan"),
+        }
+        if self.macs.is_some() {
             return Err("it is limited to macs");
         }
-        match self.remote().map(|remote| remote.ip().to_canonical()) {
-            Some(IpAddr::V4(ip)) if ip.is_loopback() => Err("its remote is this host"),
-            Some(IpAddr::V4(ip)) if !ip.is_unspecified() => Ok(ip),
-            Some(IpAddr::V6(_)) => Err("its remote is an IPv6 address"),
-            _ => Err("its remote is not known"),
+        let remote = self.remote().ok_or("its remote is not known")?;
+        match remote.ip().to_canonical() {
+            IpAddr::V6(_) => Err("its remote is an IPv6 address"),
+            IpAddr::V4(ip) if ip.is_loopback() => Err("its remote is this host"),
+            IpAddr::V4(ip) if ip.is_unspecified() => Err("its remote is not known"),
+            IpAddr::V4(ip) if self.native().is_some() => Ok(Tunnel::Wire(ip)),
+            IpAddr::V4(ip) => Ok(Tunnel::Vtep(SocketAddrV4::new(ip, remote.port()))),
+        }
+    }
+
+    /// The other host's address on the wire, if this link's known flows may take it.
+    pub fn wire_remote(&self) -> Option<Ipv4Addr> {
+        if let Ok(Tunnel::Wire(remote)) = self.tunnel() { Some(remote) } else { None }
+    }
+
+    /// Source ports for VXLAN datagrams that the kernel's own path makes, owned by sockets of this link: the first, and their number.
+    /// `None` before [`Link::open_drivers`].
+    pub fn vtep_sources(&self) -> Option<(u16, u16)> {
+        let Kind::Vxlan(vxlan) = &self.kind else { return None };
+        vxlan.drivers.as_ref()?.source_ports()
+    }
+
+    /// Notes that the kernel's own path has received frames of a VTEP, which answers no probes.
+    pub fn vtep_heard(&self, now_ms: u64) {
+        if matches!(self.kind, Kind::Vxlan(_)) {
+            self.heard(now_ms);
         }
     }
 

@@ -123,3 +123,38 @@ fn a_vnet_link_takes_any_port_of_its_remote_and_others_keep_theirs() {
     assert_eq!((find("10.0.0.3:9000"), find("10.0.0.3:40000")), (Some("10.0.0.3:9000".into()), None));
     assert_eq!(find("10.0.0.4:9000"), None);
 }
+
+#[test]
+fn the_kernel_reaches_links_in_clear_text_to_one_ipv4_host() {
+    use crate::link::VxlanOptions;
+    let vxlan = |remote: &str, options: VxlanOptions| {
+        let kind = LinkKind::Vxlan(options);
+        Link::new(
+            LinkOptions { kind, ..link(remote, Encapsulation::Native, None).options.clone() },
+            PortId(3),
+            Arc::default(),
+        )
+    };
+    let one = || VxlanOptions::default();
+    let native = |remote| link(remote, Encapsulation::Native, None).tunnel();
+    assert_eq!(native("[::ffff:10.0.0.2]:9000"), Ok(Tunnel::Wire(Ipv4Addr::new(10, 0, 0, 2))));
+    assert_eq!(native("[fd00::2]:9000"), Err("its remote is an IPv6 address"));
+    assert_eq!(native("127.0.0.1:9000"), Err("its remote is this host"));
+    let classic = link("10.0.0.2:9000", Encapsulation::Vnet, None);
+    assert_eq!(classic.tunnel(), Err("it is neither native nor vxlan"));
+    assert_eq!((classic.wire_remote(), classic.vtep_sources()), (None, None));
+
+    let vtep = vxlan("10.0.0.2:4790", one());
+    assert_eq!(vtep.tunnel(), Ok(Tunnel::Vtep("10.0.0.2:4790".parse().unwrap())));
+    assert_eq!((vtep.wire_remote(), vtep.vtep_sources()), (None, None), "no source ports yet");
+    vtep.open_drivers(Ipv4Addr::LOCALHOST.into(), &[]);
+    let (first, count) = vtep.vtep_sources().unwrap();
+    assert!(first > 0 && count.is_power_of_two());
+    let why = |remote: &str, options: VxlanOptions| vxlan(remote, options).tunnel().unwrap_err();
+    assert_eq!(why("[fd00::2]:4789", one()), "its remote is an IPv6 address");
+    let flood = vec!["10.0.0.3".parse().unwrap()];
+    assert_eq!(why("10.0.0.2:4789", VxlanOptions { flood, ..one() }), "it has several VTEPs");
+    let group = Some(Ipv4Addr::new(239, 1, 1, 1));
+    assert_eq!(why("10.0.0.2:4789", VxlanOptions { group, ..one() }), "it has a multicast group");
+    assert_eq!(why("10.0.0.2:4789", VxlanOptions { offload: false, ..one() }), "its offload is off");
+}

@@ -53,7 +53,7 @@ MAP(flows, BPF_MAP_TYPE_HASH, struct flow_key, struct flow, FLOWS_MAX, BPF_F_NO_
 MAP(tallies, BPF_MAP_TYPE_ARRAY, __u32, struct tally, FLOWS_MAX, BPF_F_MMAPABLE);
 MAP(ports, BPF_MAP_TYPE_HASH, __u32, struct port, PORTS_MAX, BPF_F_NO_PREALLOC);
 MAP(state, BPF_MAP_TYPE_ARRAY, __u32, struct state, 1, BPF_F_MMAPABLE);
-MAP(peers, BPF_MAP_TYPE_HASH, __u32, struct peer, PEERS_MAX, BPF_F_NO_PREALLOC);
+MAP(peers, BPF_MAP_TYPE_HASH, struct peer_key, struct peer, PEERS_MAX, BPF_F_NO_PREALLOC);
 
 /* Bytes of a tunnel key in Linux 5.10. */
 #define TUNNEL_KEY_LEN 28
@@ -144,17 +144,22 @@ INLINE int may_leave_tunnel(struct __sk_buff *skb, __u32 at, const struct flow *
 	return ends;
 }
 
-/* Copies the valid verdict for the frame at `at` to `flow`, and counts the frame. 0: vnetd decides. Behind a tunnel's headers, only
- * frames that programs may take out of it have a verdict. */
-INLINE int decide_at(struct __sk_buff *skb, __u32 at, __u16 from, __u32 network, struct flow *flow)
+/* A frame's valid verdict, and what the flow's tally gets for the frame. */
+struct verdict {
+	struct flow flow;
+	__u64 now_ns;
+	__u32 len;
+};
+
+/* Copies the valid verdict for the frame at `at`. 0: vnetd decides. Behind a tunnel's headers, only frames that programs may take
+ * out of it have a verdict. */
+INLINE int find(struct __sk_buff *skb, __u32 at, __u16 from, __u32 network, struct verdict *to)
 {
 	/* Context fields are read once: clang would merge the loads into code that the verifier refuses. */
 	__u32 len = *(volatile __u32 *)&skb->len - at, segment = *(volatile __u32 *)&skb->gso_size;
 	struct flow_key key = { .network = network, .from = from };
+	struct flow *flow = &to->flow;
 	struct flow *found;
-	struct tally *tally;
-	__u64 now_ns;
-	__u32 slot;
 
 	/* Destination and source, as they lie in the frame. */
 	if (bpf_skb_load_bytes(skb, at, key.dst, sizeof(key.dst) + sizeof(key.src)))
@@ -168,31 +173,32 @@ INLINE int decide_at(struct __sk_buff *skb, __u32 at, __u16 from, __u32 network,
 	*flow = *found;
 	if (at && !may_leave_tunnel(skb, at, flow, segment))
 		return 0;
-	now_ns = bpf_ktime_get_ns();
-	if (!holds(flow, now_ns))
+	to->now_ns = bpf_ktime_get_ns();
+	if (!holds(flow, to->now_ns))
 		return 0;
 	if (skb->vlan_present)
 		len += VLAN_TAG;
 	/* vnetd counts what is too long. */
 	if (segment ? flow->kind == TO_LINK && len > SUPER_FRAME_MAX : len > flow->len_max)
 		return 0;
+	to->len = len;
 	/* Since Linux 6.1 the memory of an entry that vnetd replaces can become another flow's at once, while a program reads it. */
 	found = bpf_map_lookup_elem(&flows, &key);
-	if (!found || found->id != flow->id)
-		return 0;
-	slot = flow->slot;
-	tally = bpf_map_lookup_elem(&tallies, &slot);
-	if (!tally)
-		return 0;
-	__sync_fetch_and_add(&tally->frames, 1);
-	__sync_fetch_and_add(&tally->bytes, (__u64)len);
-	tally->used_ns = now_ns;
-	return 1;
+	return found && found->id == flow->id;
 }
 
-INLINE int decide(struct __sk_buff *skb, __u16 from, __u32 network, struct flow *flow)
+/* Counts a frame that takes the way of its verdict. */
+INLINE void count(const struct verdict *verdict)
 {
-	return decide_at(skb, 0, from, network, flow);
+	__u32 slot = verdict->flow.slot;
+	struct tally *tally = bpf_map_lookup_elem(&tallies, &slot);
+
+	/* Every slot has one. */
+	if (!tally)
+		return;
+	__sync_fetch_and_add(&tally->frames, 1);
+	__sync_fetch_and_add(&tally->bytes, (__u64)verdict->len);
+	tally->used_ns = verdict->now_ns;
 }
 
 #endif

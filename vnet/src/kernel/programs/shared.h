@@ -47,10 +47,16 @@ struct flow {
 	/* TO_LINK: the other host's IPv4 address, in host byte order; longest IP packet that leaves in one datagram. */
 	__u32 remote;
 	__u32 segment_max;
-	/* TO_LINK: device, UDP port and source address of datagrams that programs make; device 0: the VXLAN device makes all. */
+	/* TO_LINK: device, UDP port and source address of datagrams that programs make; underlay 0: the VXLAN device makes all;
+	 * device 0: no VXLAN device, so that other frames come up. */
 	__u32 underlay;
 	__u32 port;
 	__u32 local;
+	/* TO_LINK: first source port, and the bits of the flow's hash that are added to it. */
+	__u16 first_port;
+	__u16 port_mask;
+	/* TO_LINK: bits of the guest's ECN field that the datagram carries. */
+	__u32 ecn_mask;
 	/* TO_INTERFACE: the guest's network namespace (nsid), NO_NAMESPACE: unknown. */
 	__u32 namespace;
 };
@@ -79,16 +85,25 @@ struct port {
 /* Longest TSO frame in bytes that fits an IP packet with the wire's headers. Interfaces accept TSO frames of any length. */
 #define SUPER_FRAME_MAX 65018
 
-/* Maximum number of links that use the wire: all links of a host. */
+/* Maximum number of links whose datagrams programs take: all links of a host. */
 #define PEERS_MAX 4096
 
-/* A link that uses the wire. Key: the other host's IPv4 address, in host byte order. */
+/* Where a link's datagrams come from and arrive: the other host's IPv4 address, and this host's UDP port, in host byte order. */
+struct peer_key {
+	__u32 remote;
+	__u16 port;
+	__u16 zero;
+};
+
+/* A link whose datagrams programs take. */
 struct peer {
 	__u16 from;
-	__u16 zero;
+	__u16 zero[3];
 	/* Device of the route to it and this host's address there, where programs take its datagrams; otherwise 0. */
 	__u32 device;
 	__u32 local;
+	/* CLOCK_MONOTONIC time of the last packet in which the kernel had coalesced several datagrams. */
+	__u64 coalesced_ns;
 };
 
 /* UDP port of the wire. */

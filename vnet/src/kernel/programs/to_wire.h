@@ -53,7 +53,6 @@ INLINE int fit(struct __sk_buff *skb, __u32 segment_max)
 #define OUTER_LEN 50
 #define VXLAN_FLAGS_BE __builtin_bswap32(0x08000000)
 #define DONT_FRAGMENT_BE __builtin_bswap16(0x4000)
-#define FIRST_PORT 49152
 /* Since Linux 5.13. */
 #ifndef BPF_F_ADJ_ROOM_ENCAP_L2_ETH
 #define BPF_F_ADJ_ROOM_ENCAP_L2_ETH (1ULL << 6)
@@ -82,7 +81,7 @@ INLINE __u16 ip_sum(struct outer *out)
 	return ~sum;
 }
 
-/* Makes the frame a datagram and sends it without the VXLAN device. Returns 0 for a frame that needs the device. */
+/* Makes the frame a datagram and sends it without the VXLAN device. Returns 0 for a frame that needs the device; it is unchanged. */
 INLINE long encapsulate(struct __sk_buff *skb, struct flow *flow, __u32 network)
 {
 	__u32 len = *(volatile __u32 *)&skb->len, size = *(volatile __u32 *)&skb->gso_size, headers;
@@ -116,7 +115,7 @@ INLINE long encapsulate(struct __sk_buff *skb, struct flow *flow, __u32 network)
 		return 0;
 	}
 	/* RFC 6040: the mark of an ECN-capable transport, or of congestion. */
-	out.tos &= 3;
+	out.tos &= flow->ecn_mask;
 	out.version = 0x45;
 	out.len = __builtin_bswap16(len + OUTER_LEN - ETH_LEN);
 	out.fragment = DONT_FRAGMENT_BE;
@@ -125,7 +124,7 @@ INLINE long encapsulate(struct __sk_buff *skb, struct flow *flow, __u32 network)
 	out.src = __builtin_bswap32(flow->local);
 	out.dst = __builtin_bswap32(flow->remote);
 	out.sum = ip_sum(&out);
-	out.sport = __builtin_bswap16(FIRST_PORT | (bpf_get_hash_recalc(skb) & 0x3fff));
+	out.sport = __builtin_bswap16(flow->first_port + (bpf_get_hash_recalc(skb) & flow->port_mask));
 	out.dport = __builtin_bswap16(flow->port);
 	out.udp_len = __builtin_bswap16(len + 16);
 	out.flags = VXLAN_FLAGS_BE;

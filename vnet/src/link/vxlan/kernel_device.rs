@@ -59,8 +59,9 @@ const DRIVERS_MAX: usize = 16;
 const DRIVERS_ALL: usize = 128;
 /// Current number of devices.
 static DRIVERS: AtomicUsize = AtomicUsize::new(0);
-/// Number of source ports of a link's devices, consecutive.
+/// Number of source ports of a link's devices, consecutive; a power of two for the kernel's own path.
 const PORTS: u16 = 16;
+const _: () = assert!(PORTS.is_power_of_two());
 /// Length in bytes of the virtio-net header on a packet socket, which has no `num_buffers`.
 const VIRTIO_HEADER_LEN: usize = 10;
 /// MTU of the device in bytes. The path's limit is checked before.
@@ -80,6 +81,8 @@ pub(in crate::link) struct Drivers {
     slots: [OnceLock<Driver>; DRIVERS_MAX],
     /// Held while devices are created: the sockets that own the devices' source ports.
     ports: Mutex<Vec<Socket>>,
+    /// The first of these ports.
+    first: OnceLock<u16>,
     /// True once the lack of devices has been logged.
     told: AtomicBool,
 }
@@ -115,6 +118,10 @@ impl Drivers {
         wanted: impl Iterator<Item = (NetworkId, u16, SocketAddr)>,
     ) {
         let mut ports = self.ports.lock();
+        if let Ok(first) = block(&mut ports, local) {
+            // The same at every call.
+            let _ = self.first.set(first);
+        }
         for (network, vtep, remote) in wanted {
             if self.find(network, vtep).is_some() {
                 continue;
@@ -136,6 +143,11 @@ impl Drivers {
                 }
             }
         }
+    }
+
+    /// The source ports that the link's sockets own: the first, and their number. `None` before [`Drivers::open`].
+    pub(in crate::link) fn source_ports(&self) -> Option<(u16, u16)> {
+        self.first.get().map(|first| (*first, PORTS))
     }
 
     /// The index of the device for `network` to VTEP `vtep`.
