@@ -244,7 +244,7 @@ def test_figures_of_programs():
 def _report(begin_s: float, rates_bps: list[float]) -> dict:
     """iperf3's report of a stream with one interval a second."""
     intervals = [{"sum": {"start": n, "end": n + 1, "bytes": rate / 8}} for n, rate in enumerate(rates_bps)]
-    return {"start": {"timestamp": {"timemillisecs": begin_s * 1000}}, "intervals": intervals}
+    return {measure.ENDED_S: begin_s + len(rates_bps), "intervals": intervals}
 
 
 def test_rates_of_streams_are_those_of_the_time_they_share():
@@ -269,6 +269,21 @@ def test_native_streams_have_an_iperf3_each(monkeypatch: pytest.MonkeyPatch):
     assert network._at_once(None, Ends(*hosts[:2]), 3, 5) == pytest.approx(12e9)
     assert served == sorted(port for port, _ in asked)
     assert len(set(served)) == 3
+
+
+def test_real_streams_at_once(monkeypatch: pytest.MonkeyPatch):
+    """Two streams of this machine's iperf3 over its loopback device."""
+
+    def attempt(_node: Node, *words: str, timeout_s: float = 60) -> tuple[int, str]:
+        done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=timeout_s)
+        return done.returncode, done.stdout
+
+    monkeypatch.setattr(machine, "attempt", attempt)
+    monkeypatch.setattr(machine, "execute", lambda _node, *words: run(list(words)))
+    monkeypatch.setattr(measure, "IPERF3_PORT", 20_000 + os.getpid() % 10_000)
+    monkeypatch.setattr(Node, "address", "127.0.0.1")
+    host = Topology(Settings(name=LAB, vms=0, containers=0)).hosts[0]
+    assert network._at_once(None, Ends(host, host), 2, 1) > 1e6
 
 
 def test_cpu_time_is_that_of_the_transferred_bytes(monkeypatch: pytest.MonkeyPatch):

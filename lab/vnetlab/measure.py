@@ -17,6 +17,8 @@ PINGS = 200
 PING_INTERVAL_S = 0.005
 THROUGHPUT_S = 2
 IPERF3_PORT = 5201
+ENDED_S = "ended_s"
+"""Key in a report of iperf3: the time on this machine's monotonic clock when it exited."""
 PATIENCE = 4
 """Time limit of pings as a multiple of the ideal time: a busy machine sends them late."""
 SENT = re.compile(r"(\d+) packets transmitted, ")
@@ -130,7 +132,7 @@ def iperf3_client(
     error = ""
     for _ in range(20):  # The server daemonizes before it listens: retry.
         text = machine.attempt(source, *client, timeout_s=seconds + 30)[1]
-        report = _report(text)
+        report = _report(text) | {ENDED_S: time.monotonic()}
         error = report.get("error", "")
         if "Connection refused" not in error:
             break
@@ -158,10 +160,13 @@ def common_rate(reports: Iterable[dict]) -> float:
 
 
 def _intervals(report: dict) -> Iterator[tuple[float, float, float]]:
-    """Start and end of each interval of an iperf3 report, in seconds, and the bits that were sent in it."""
-    zero = report["start"]["timestamp"]["timemillisecs"] / 1000
-    for interval in report["intervals"]:
-        found = interval["sum"]
+    """Start and end of each interval of an iperf3 report, in seconds, and the bits that were sent in it.
+
+    iperf3 tells its start in whole seconds only, but exits as soon as its last interval is over.
+    """
+    intervals = [interval["sum"] for interval in report["intervals"]]
+    zero = report[ENDED_S] - intervals[-1]["end"]
+    for found in intervals:
         if found["end"] > found["start"]:
             yield zero + found["start"], zero + found["end"], found["bytes"] * 8
 
