@@ -269,6 +269,10 @@ def test_wrong_usage():
         done = subprocess.run([daemon.binaries() / words[0], *words[1:]], check=False, capture_output=True, text=True)
         assert done.returncode == 2
         assert done.stderr
+    lab = [Path(__file__).parent.parent / "lab", "up", "--wire", "7x"]
+    done = subprocess.run(lab, check=False, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "choose from 'none', '1g', '10g'" in done.stderr
 
 
 def test_no_vnetd_at_the_socket(tmp_path: Path):

@@ -71,7 +71,10 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--mtu", type=int, default=1500, metavar="M", help="the overlay's MTU (default: 1500)")
     up.add_argument("--underlay-mtu", type=int, default=1500, metavar="M", help="the underlay's MTU (default: 1500)")
     up.add_argument(
-        "--wire", choices=list(Wire), default=Wire.NONE, help="the underlay's speed (default: none, unshaped)"
+        "--wire",
+        choices=[wire.value for wire in Wire],
+        default=Wire.NONE.value,
+        help="the underlay's speed (default: none, unshaped)",
     )
     up.add_argument(
         "--encapsulation",

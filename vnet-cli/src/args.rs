@@ -46,7 +46,7 @@ Exit status:
   2   wrong usage
 
 Examples:
-  vnet interface add c1 --kind tap --device vnet0 --netns box --mtu 9000
+  vnet interface add c1 --kind veth --device eth0 --netns box --mtu 9000
   vnet interface add vm1 --kind vhost-user --socket /run/vnet/vm1.sock --mac 52:54:00:00:00:01
   vnet interface set vm1 mode=vmm-driven
   vnet link add h2 --remote 10.10.0.2:9000 --sealed
@@ -341,8 +341,14 @@ pub enum RouteCommand {
     /// Remove a route
     Del {
         /// Index of the route, as shown by 'route list'
+        #[arg(value_parser = index)]
         index: u32,
     },
+}
+
+/// Parses the index of a route.
+fn index(text: &str) -> Result<u32, String> {
+    text.parse().map_err(|_| "write the number that 'vnet route list' shows as INDEX".into())
 }
 
 /// Parses KEY=VALUE; a value that looks like a number or boolean becomes one.

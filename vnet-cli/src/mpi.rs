@@ -33,7 +33,16 @@ enum Library {
 }
 
 pub fn run(wanted: &MpiEnv, json: bool) -> Result<(), Failure> {
-    let folder = folder(wanted.provider_path.as_deref())?;
+    let folder = match folder(wanted.provider_path.as_deref()) {
+        Ok(folder) => folder,
+        Err(error) => {
+            if !json {
+                // The status of a command substitution is lost: eval "$(vnet mpi-env)" && mpirun must end here.
+                print("false\n")?;
+            }
+            return Err(error);
+        }
+    };
     let variables = variables(wanted.library, &folder);
     if json {
         let object: serde_json::Map<String, Value> =

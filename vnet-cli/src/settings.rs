@@ -88,14 +88,30 @@ fn argument(described: &Described) -> Arg {
     match key.takes {
         Takes::Flag if is_switch(described) => argument.action(ArgAction::SetTrue),
         Takes::Flag => argument.value_name("BOOL").value_parser(value_parser!(bool)),
-        Takes::Number(..) => argument.value_name("N").value_parser(value_parser!(u32)),
+        Takes::Number(..) => argument.value_name("N").value_parser(number(described)),
         Takes::Numbers(..) => {
-            let argument = argument.value_name("N,N").value_parser(value_parser!(u32));
+            let argument = argument.value_name("N,N").value_parser(number(described));
             argument.value_delimiter(',').action(ArgAction::Append)
         }
         Takes::Texts(name) => argument.value_name(name).value_delimiter(',').action(ArgAction::Append),
         Takes::Text(name) => argument.value_name(name),
         Takes::Words(_) => argument.value_name("WORD"),
+    }
+}
+
+/// Parses a whole number. vnetd checks the limits.
+fn number(described: &Described) -> impl Fn(&str) -> Result<u32, String> + Clone + Send + Sync + 'static {
+    let (unit, takes) = (described.key.unit, described.key.takes);
+    move |text| {
+        text.parse().map_err(|_| {
+            let unit = if unit.is_empty() { String::new() } else { format!(" of {unit}") };
+            match takes {
+                Takes::Number(least, most) | Takes::Numbers(least, most) if most < i32::MAX as u32 => {
+                    format!("write a whole number{unit} from {least} to {most}, without a unit")
+                }
+                _ => format!("write a whole number{unit}, without a unit"),
+            }
+        })
     }
 }
 

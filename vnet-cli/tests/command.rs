@@ -349,6 +349,23 @@ fn failures_are_one_line_and_exit_1_and_wrong_usage_exits_2() {
     for args in [&["no-such-command"][..], &["route", "del", "x"], &["link", "add", "x"], &[]] {
         assert_eq!(vnet(&nobody, args).status.code(), Some(2), "{args:?}");
     }
+    for (args, want) in [
+        (&["--mtu", "9k"][..], "write a whole number of bytes from 68 to 65535, without a unit"),
+        (&["--rate-limit", "1g"], "write a whole number of Mbit/s, without a unit"),
+        (&["--memory-limit", "4G"], "write a whole number of MiB from 1 to 67108864, without a unit"),
+    ] {
+        let add = ["interface", "add", "t", "--kind", "veth", "--device", "t0"];
+        let said = text(&vnet(&nobody, &[&add[..], args].concat()).stderr);
+        assert!(said.contains(want), "{said}");
+    }
+    let said =
+        text(&vnet(&nobody, &["link", "add", "x", "--remote", "10.0.0.2:1", "--networks", "x"]).stderr);
+    assert!(said.contains("write a whole number from 0 to 16777215"), "{said}");
+    let said = text(&vnet(&nobody, &["route", "del", "52:54:00:00:00:01"]).stderr);
+    assert!(said.contains("write the number that 'vnet route list' shows as INDEX"), "{said}");
+    // A shell evaluates the output: it must fail, too.
+    let output = vnet(&nobody, &["mpi-env", "--provider-path", "/proc"]);
+    assert_eq!((output.status.code(), text(&output.stdout)), (Some(1), "false\n".into()));
     let host = Host::start();
     let refused = host.refused(&["interface", "add", "t", "--kind", "tap", "--device", "t0", "--mac", "x"]);
     assert_eq!(

@@ -343,7 +343,7 @@ fn the_packaged_example_is_valid() {
     let text: Vec<_> = text.lines().skip(2).map(|line| line.strip_prefix("# ").unwrap_or(line)).collect();
     let text = text.join("\n").replace("[[network]] ", "[[network]]\nid = 2\n[[network]] ");
     let desired = good(&text).desired;
-    assert_eq!((desired.interfaces.len(), desired.links.len(), desired.routes.len()), (3, 3, 1));
+    assert_eq!((desired.interfaces.len(), desired.links.len(), desired.routes.len()), (4, 7, 1));
 }
 
 proptest! {

@@ -72,7 +72,7 @@ struct Args {
 }
 
 const LONG_ABOUT: &str = "\
-The vnet daemon. One runs on every host of the overlay. It attaches virtual machines (vhost-user) and containers (TAP) \
+The vnet daemon. One runs on every host of the overlay. It attaches virtual machines (vhost-user) and containers (veth) \
 as interfaces, reaches other hosts by links over UDP, and carries Ethernet frames between them, so that all of them \
 are on one LAN.
 

@@ -218,10 +218,6 @@ fn kernel_path(daemon: &Daemon) -> Finding {
 
 fn links(links: &[Link]) -> Finding {
     const WHY: &str = "guests behind an unreachable host cannot be reached from here";
-    let reach = |link: &Link| {
-        let remote = link.settings.text("remote");
-        format!("check that vnetd runs at {remote} and that no firewall blocks UDP between the hosts")
-    };
     // A foreign peer does not answer probes, so silence may just mean that it has nothing to send.
     let is_quiet = |link: &Link| {
         link.heard_s.is_none() && matches!(&*link.settings.text("encapsulation"), "vnet" | "vxlan")
@@ -230,11 +226,7 @@ fn links(links: &[Link]) -> Finding {
         let reason = link.reason.as_deref().unwrap_or("no reason given");
         let what =
             format!("link {} to {}: {}: {reason}", link.name, link.settings.text("remote"), link.state);
-        let todo = match link.heard_s {
-            Some(_) => "see 'ip route get' for its address".into(),
-            None => reach(link),
-        };
-        return Finding::bad("links", Level::Problem, WHY, what, todo);
+        return Finding { todo: remedy(link), ..Finding::bad("links", Level::Problem, WHY, what, "") };
     }
     let silent: Vec<_> = links.iter().filter(|link| link.heard_s.is_none()).collect();
     if let Some(link) = silent.first() {
@@ -247,6 +239,34 @@ fn links(links: &[Link]) -> Finding {
         return Finding::bad("links", Level::Warn, WHY, what, reach(link));
     }
     Finding::ok("links", WHY, format!("{} up and receiving", links.len()))
+}
+
+/// How to let datagrams and connections of a link arrive.
+fn reach(link: &Link) -> String {
+    let protocols = match (&*link.settings.text("encapsulation"), link.settings.flag("sealed")) {
+        ("stream", _) => "TCP",
+        // Handshakes use TCP.
+        (_, true) => "UDP and TCP",
+        (_, false) => "UDP",
+    };
+    let remote = link.settings.text("remote");
+    let remote = if remote.is_empty() { &link.name } else { &remote };
+    format!("check that vnetd runs at {remote} and that no firewall blocks {protocols} between the hosts")
+}
+
+/// What to do about a link that is not up; `None` if the reason for its state contains that.
+fn remedy(link: &Link) -> Option<String> {
+    // The kernel's errors about routes, and reasons that advise by themselves; all others are of a peer that is not reached.
+    const NO_ROUTE: [&str; 3] = ["unreachable", "No route to host", "Cannot assign requested address"];
+    const ADVISED: [&str; 6] = ["write ", "name the other", "give each", "certificate", "remove ", "wrong"];
+    let reason = link.reason.as_deref().unwrap_or_default();
+    let has = |words: &[&str]| words.iter().any(|word| reason.contains(word));
+    if has(&NO_ROUTE) {
+        let remote = link.settings.text("remote");
+        let address = remote.rsplit_once(':').map_or(&*remote, |(address, _)| address);
+        return Some(format!("see 'ip route get {}'", address.trim_matches(['[', ']'])));
+    }
+    (!has(&ADVISED)).then(|| reach(link))
 }
 
 fn addresses(status: &Status) -> Finding {

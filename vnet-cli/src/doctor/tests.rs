@@ -194,6 +194,25 @@ fn each_fault_of_a_daemon_is_found() {
         d.links[0].settings.set("encapsulation", Some("vxlan"));
     };
     assert_eq!(change(foreign, "links"), Level::Warn);
+    for (reason, sealed, want) in [
+        ("nothing came for 1.1 s", false, Some("no firewall blocks UDP between")),
+        ("12.0 % of probes are lost", false, Some("no firewall blocks UDP between")),
+        ("connection refused; is vnetd with a sealed link running there?", true, Some("UDP and TCP")),
+        ("Network is unreachable (os error 101)", false, Some("see 'ip route get 10.0.0.2'")),
+        ("the peer asks for sealing: write sealed = true here as well, or remove it there", false, None),
+    ] {
+        let mut daemon = daemon();
+        let link = &mut daemon.links[0];
+        (link.state, link.reason) = ("down".into(), Some(reason.into()));
+        link.settings.set("sealed", Some(sealed));
+        let findings = examine(&host, Some(&daemon));
+        let found = findings.iter().find(|finding| finding.check == "links").unwrap();
+        assert_eq!(found.level, Level::Problem);
+        match want {
+            Some(want) => assert!(found.todo.as_ref().unwrap().contains(want), "{found:?}"),
+            None => assert_eq!(found.todo, None),
+        }
+    }
     const DAY_S: u64 = 86_400;
     assert_eq!(change(|d| d.status.certificate_s = Some(400 * DAY_S), "certificates"), Level::Ok);
     assert_eq!(change(|d| d.status.certificate_s = Some(29 * DAY_S), "certificates"), Level::Warn);
