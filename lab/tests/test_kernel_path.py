@@ -219,6 +219,24 @@ def test_a_rate_is_limited_by_the_kernel(host: Host):
     finally:
         run(["tc", "-n", ONE, "qdisc", "del", "dev", "eth0", "root"])
     assert received(ping(20)) == 20
+    # A limit of the interface is vnetd's.
+    host.vnet("interface", "set", "one", "rate_limit=1000")
+    assert paths(host) == [("vnetd", "it has a rate limit"), ("kernel", "")]
+    assert host.ask("status")["kernel"]["interfaces"] == 1
+    assert host.grows(20, lambda: ping(20))[1] >= 20
+    host.vnet("interface", "set", "one", "rate_limit=0")
+    assert paths(host) == [("kernel", ""), ("kernel", "")]
+
+
+def test_a_renamed_device_is_noted(host: Host):
+    for before, after, notes in (
+        ("eth0", "lan0", [f"device 'eth0' is not in netns {ONE} any more: it was renamed or moved"]),
+        ("lan0", "eth0", []),
+    ):
+        for words in (f"{before} down", f"{before} name {after}", f"{after} up"):
+            run(["ip", "-n", ONE, "link", "set", *words.split()])
+        wait_until("the note", lambda notes=notes: host.ask("interface", "list")[0].get("notes", []) == notes, 60)
+    wait_until("pings", lambda: received(ping(1, "-w", "1")) == 1, 60)
 
 
 def counter(namespace: str, name: str) -> int:
@@ -239,8 +257,18 @@ def received_by_stack() -> int:
     return int(values[names.index("InReceives")])
 
 
+def failed_start(host: Host) -> str:
+    """The message of a vnetd that cannot start: it must leave the devices and flows of the killed one as they are."""
+    file = host.directory / "bad.toml"
+    file.write_text((host.directory / "vnet.toml").read_text().replace("[dispatch]", "[dispatch]\ncpus = [999]"))
+    words = ["ip", "netns", "exec", HOST, str(daemon.binaries() / "vnetd"), "--config", str(file)]
+    done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1, done
+    return done.stderr
+
+
 def test_established_flows_outlive_vnetd(host: Host):
-    """Killed and started again under pings every 5 ms and a TCP stream: no ping is lost.
+    """Killed, a failed start, started again, under pings every 5 ms and a TCP stream: no ping is lost.
 
     VNET_TEST_KILLS sets the number of kills; the times until vnetd has both interfaces again are printed.
     """
@@ -267,6 +295,7 @@ def test_established_flows_outlive_vnetd(host: Host):
             time.sleep(0.3)
             host.end(signal.SIGKILL)
             time.sleep(0.1)
+            assert "cannot pin a dispatcher to CPU 999" in failed_start(host)
             began = time.monotonic()
             host.start()
             wait_until("both", lambda: {port["path"] for port in host.ask("interface", "list")} == {"kernel"}, 30)
@@ -339,7 +368,7 @@ def test_flows_end_when_nobody_takes_over(host: Host):
     host.start()
     wait_until("the device to go", lambda: devices(TWO) == ["lo"], 60)
     assert host.end(signal.SIGTERM) == 0
-    assert list((host.directory / "bpf/vnet").iterdir()) == []
+    assert not (host.directory / "bpf/vnet").exists()
     config.write_text(text)
     host.start()
     for namespace in (ONE, TWO):
@@ -352,6 +381,7 @@ def test_without_a_bpf_file_system(host: Host):
     assert host.end(signal.SIGTERM) == 0
     config = host.directory / "vnet.toml"
     text = config.read_text()
+    (host.directory / "none").mkdir()
     config.write_text(text.replace('/bpf"', '/none"'))
     host.start()
     for namespace in (ONE, TWO):
@@ -377,14 +407,14 @@ def test_off_is_a_tap(host: Host):
     assert host.end(signal.SIGTERM) == 0
     assert devices(HOST) == ["lo"]
     assert devices(ONE) == ["lo"]
-    assert list((host.directory / "bpf/vnet").iterdir()) == []
+    assert not (host.directory / "bpf/vnet").exists()
     host.start()
     host.end(signal.SIGKILL)
     config = host.directory / "vnet.toml"
     config.write_text(config.read_text().replace("[dispatch]", '[dispatch]\nkernel_path = "off"'))
     host.start()
     assert devices(HOST) == ["lo"]
-    assert list((host.directory / "bpf/vnet").iterdir()) == []
+    assert not (host.directory / "bpf/vnet").exists()
     for namespace in (ONE, TWO):
         run(["ip", "-n", namespace, "address", "add", f"{ADDRESSES[namespace]}/24", "dev", "eth0"])
     (one, two) = host.ask("interface", "list")

@@ -156,7 +156,7 @@ Commands (HELP describes them):
   LINK ADD IP PORT [udp|tcp]     LINK DEL INDEX         LINKS?
   ROUTE ADD SRC DST edge|interface ID any|edge|interface [ID]
                                  ROUTE DEL INDEX        ROUTES?
-  INTERFACE ADD NAME tap|vhost-user KEY=VALUE ...
+  INTERFACE ADD NAME veth|tap|vhost-user|local KEY=VALUE ...
                                  INTERFACE DEL INDEX    INTERFACES?
   STATS?  HELP  HELLO  DONE
 

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use vnet::dispatch::share::WEIGHT_MAX;
 use vnet::stats::{DiscardReason, DropReason};
 use vnet_control::api::*;
 
@@ -171,9 +172,14 @@ pub fn interfaces(interfaces: &Vec<Interface>) -> String {
         let mut notes: Vec<_> = i.reason.iter().chain(&i.notes).cloned().collect();
         let (by_kernel, is_veth) = (i.path == "kernel", text("kind") == "veth");
         notes.extend(by_kernel.then(|| "known flows pass in the kernel".to_string()));
-        let where_not = if by_kernel { "not to other hosts" } else { "no kernel path" };
+        let where_not = match i.path_reason.as_deref() {
+            _ if by_kernel => "not to other hosts",
+            Some(LIMITED | GUARDED) => "no kernel path from it",
+            _ => "no kernel path",
+        };
         notes.extend(i.path_reason.iter().filter(|_| is_veth).map(|why| format!("{where_not}: {why}")));
         notes.push(format!("storm limit {}/s", text("storm_limit")));
+        notes.extend(shares(i));
         notes.extend(i.settings.flag("port_security").then(|| "port security".to_string()));
         notes.extend(i.settings.flag("address_security").then(|| "address security".to_string()));
         let addresses = text("addresses");
@@ -195,6 +201,19 @@ pub fn interfaces(interfaces: &Vec<Interface>) -> String {
         ]);
     }
     table.print()
+}
+
+/// The interface's share of a dispatcher, where it is not the default.
+fn shares(i: &Interface) -> impl Iterator<Item = String> {
+    let limits = [
+        ("weight", u64::from(WEIGHT_MAX), "weight", ""),
+        ("rate_limit", 0, "rate limit", " Mbit/s"),
+        ("frame_limit", 0, "frame limit", "/s"),
+    ];
+    let shown = limits.map(|(key, default, name, unit)| {
+        i.settings.number(key).filter(|is| *is != default).map(|is| format!("{name} {is}{unit}"))
+    });
+    shown.into_iter().flatten()
 }
 
 /// The configured mode; for `adaptive` also the current one, as in `adaptive, now vmm`.
@@ -523,6 +542,24 @@ mod tests {
             assert!(text.lines().any(|line| words(line) == want), "{text}");
         }
         assert!(text.ends_with("\nin 5 + copies 1 = out 3 + drops 3\n"), "{text}");
+    }
+
+    #[test]
+    fn limits_of_an_interface_are_shown() {
+        let mut settings = serde_json::json!({
+            "name": "c3", "kind": "veth", "state": "up", "network": 1, "storm_limit": 5, "path": "vnetd",
+            "path_reason": LIMITED, "weight": 25, "rate_limit": 1000, "frame_limit": 0,
+        });
+        let shown = |settings: &serde_json::Value| {
+            interfaces(&vec![serde_json::from_value(settings.clone()).unwrap()])
+        };
+        let text = shown(&settings);
+        let note = "no kernel path from it: it has a rate limit; storm limit 5/s; weight 25; rate limit 1000 Mbit/s\n";
+        assert!(text.ends_with(note), "{text}");
+        (settings["weight"], settings["rate_limit"]) = (100.into(), 0.into());
+        (settings["path"], settings["path_reason"]) = ("kernel".into(), serde_json::Value::Null);
+        let text = shown(&settings);
+        assert!(text.ends_with("known flows pass in the kernel; storm limit 5/s\n"), "{text}");
     }
 
     #[test]

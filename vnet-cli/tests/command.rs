@@ -373,7 +373,7 @@ fn failures_are_one_line_and_exit_1_and_wrong_usage_exits_2() {
         "mac: 'x' is not a MAC address; write six hexadecimal bytes, as in 52:54:00:12:34:56\n"
     );
     let refused = host.refused(&["link", "del", "h9"]);
-    assert_eq!(refused, "there is no link h9; see what there is with 'list'\n");
+    assert_eq!(refused, "there is no link h9; see 'vnet link list'\n");
 }
 
 #[test]

@@ -69,7 +69,8 @@ impl Engine {
 
     fn unknown_sender(&self) -> Option<api::UnknownSender> {
         let bridge = self.core.bridge_stats();
-        let (address, age_s) = bridge.last_stranger.lately()?;
+        let (address, age_s) =
+            bridge.last_stranger.lately().filter(|(address, _)| !self.core.knows(*address))?;
         let datagrams = bridge.discards(DiscardReason::UnknownSource);
         Some(api::UnknownSender { address: address.to_string(), datagrams, age_s })
     }
@@ -104,6 +105,11 @@ impl Engine {
             State::Down(reason) => ("down", Some(reason)),
             State::Broken(reason) => ("broken", Some(reason)),
         };
+        let path = match (&live.kernel, inspected(spec)) {
+            (Err(why), _) => Err(why.clone()),
+            (Ok(_), Some(why)) => Err(why.into()),
+            (Ok(_), None) => Ok(()),
+        };
         let mut settings = InterfaceSettings::from(spec);
         // The owner of a device may change its MTU: show the current value.
         settings.set("mtu", Some(live.mtu()));
@@ -112,8 +118,8 @@ impl Engine {
             state: state.into(),
             reason,
             notes: mistakes.notes(spec, live),
-            path: if live.kernel.is_ok() { "kernel" } else { "vnetd" }.into(),
-            path_reason: live.kernel.as_ref().map_or_else(Some, |_| link_reason).cloned(),
+            path: if path.is_ok() { "kernel" } else { "vnetd" }.into(),
+            path_reason: path.map_or_else(Some, |()| link_reason.cloned()),
             driving: driving(live, spec.queues as usize),
             settings,
         })
@@ -266,6 +272,15 @@ impl Engine {
     }
 }
 
+/// Why vnetd must see every frame from an interface that has the kernel's own path; `None` if it need not.
+fn inspected(spec: &InterfaceSpec) -> Option<&'static str> {
+    if spec.driving.share.is_limited() {
+        Some(api::LIMITED)
+    } else {
+        spec.address_security.then_some(api::GUARDED)
+    }
+}
+
 /// Why none of `links` has the path `kernel`, in one line; `None` if one has it or there are none.
 fn link_reason(links: &[api::Link]) -> Option<String> {
     if links.iter().any(|link| link.path == "kernel") {
@@ -311,6 +326,16 @@ mod tests {
         let text = format!(r#"{{"name":"{name}","state":"up","path":"{path}","sealed":{is_sealed}}}"#);
         let link: api::Link = serde_json::from_str(&text).unwrap();
         api::Link { path_reason: reason.map(Into::into), ..link }
+    }
+
+    #[test]
+    fn a_limit_keeps_frames_from_the_kernels_path() {
+        let mut spec = InterfaceSpec::default();
+        assert_eq!(inspected(&spec), None);
+        spec.address_security = true;
+        assert_eq!(inspected(&spec), Some("it has address security"));
+        spec.driving.share.frame_limit = 5;
+        assert_eq!(inspected(&spec), Some("it has a rate limit"));
     }
 
     #[test]

@@ -46,15 +46,17 @@ impl Engine {
         let mut engine = Engine::idle(&desired)?;
         let computed = last_known(&engine, &desired);
         engine.join_early(&desired, computed);
-        match engine
-            .on_behalf(Asker::Part("the configuration file"), |engine| engine.change(desired, Patience::All))
-        {
-            Ok(_) => Ok(engine),
-            Err(error) => {
-                engine.stop();
-                Err(error)
-            }
+        // A start that fails leaves the devices of a vnetd that has died as they are: find mistakes first.
+        engine.plan(&desired)?;
+        engine.core.take_over();
+        let plan = engine.on_behalf(Asker::Part("the configuration file"), |engine| {
+            engine.change(desired, Patience::All)
+        })?;
+        if plan.is_empty() {
+            // The first setup, without which dispatchers do not listen.
+            engine.publish();
         }
+        Ok(engine)
     }
 
     /// The changes that [`Engine::apply`] would make.

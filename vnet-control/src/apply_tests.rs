@@ -8,8 +8,10 @@ use super::*;
 use crate::api;
 use crate::config;
 use crate::config::{interface_from_json, link_from_json, parse, route_from_json};
+use crate::engine::Listed;
 use crate::overlay::PeerLink;
 use vnet::link::sealed::pki::{Flaw, Pki};
+use vnet::stats::DiscardReason;
 
 /// A host with its sockets in `dir`.
 fn desired(dir: &Path, more: &str) -> Desired {
@@ -250,9 +252,9 @@ fn single_changes_use_the_same_path() {
     assert!(engine.remove_link("h2").unwrap_err().to_string().starts_with("link h2 is named by route 1 ("));
     assert_eq!(
         engine.remove_link("h9").unwrap_err().to_string(),
-        "there is no link h9; see what there is with 'list'"
+        "there is no link h9; see 'vnet link list'"
     );
-    assert!(matches!(engine.remove_route(2), Err(EngineError::NotFound(_))));
+    assert!(matches!(engine.remove_route(2), Err(EngineError::NotFound(_, Listed::Routes))));
     engine.remove_route(1).unwrap();
     assert_eq!(engine.add_route(route_from_json(to_vm).unwrap()).unwrap(), 2, "no index is used again");
     engine.remove_route(2).unwrap();
@@ -351,12 +353,59 @@ fn what_the_overlay_knew_is_there_before_interfaces_are() {
 }
 
 #[test]
+fn an_ip_address_of_two_interfaces_is_told_at_both() {
+    let dir = tempfile::tempdir().unwrap();
+    let vm = |n: u8, address: &str| {
+        vm(&format!("vm{n}")) + &format!("mac = \"52:54:00:00:00:0{n}\"\naddresses = [\"{address}\"]\n")
+    };
+    let text = vm(1, "10.0.0.1") + &vm(2, "10.0.0.1") + &vm(3, "10.0.0.3");
+    let text = format!("[host]\nname = \"h1\"\n[bridge]\nlisten = \"127.0.0.1:0\"\n{text}");
+    let parsed = parse("f", &text.replace("DIR", dir.path().to_str().unwrap())).unwrap();
+    let told: Vec<_> = parsed.warnings.iter().map(ToString::to_string).collect();
+    let want =
+        "f:11: interface vm2: addresses lists 10.0.0.1, as interface vm1 does; give each guest its own";
+    assert_eq!(told, [want]);
+    let engine = Engine::start(parsed.desired).unwrap();
+    let notes: Vec<_> = engine.interfaces().into_iter().map(|interface| interface.notes.join(";")).collect();
+    let note = |other| format!("interface {other} lists its address 10.0.0.1, too; give each guest its own");
+    assert_eq!(notes, [note("vm2"), note("vm1"), String::new()]);
+    engine.stop();
+}
+
+#[test]
+fn a_datagram_that_comes_before_its_link_is_no_strangers() {
+    let dir = tempfile::tempdir().unwrap();
+    let peer = UdpSocket::bind("127.0.0.1:0").unwrap();
+    let remote = peer.local_addr().unwrap();
+    let mut engine = Engine::start(desired(dir.path(), "")).unwrap();
+    let arrives = |engine: &Engine| {
+        peer.send_to(&[0; 20], engine.bridge_address()).unwrap();
+        while engine.core.bridge_stats().discards(DiscardReason::UnknownSource) == 0 {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    };
+    // A host without interfaces and links listens, too.
+    arrives(&engine);
+    assert_eq!(engine.status().unknown_sender.unwrap().address, remote.to_string());
+    let more = format!("[[link]]\nname = \"h2\"\nremote = \"{remote}\"\ntrusted = true\n");
+    engine.apply(desired(dir.path(), &more)).unwrap();
+    assert!(engine.status().unknown_sender.is_none(), "it is a link's remote now");
+    engine.stop();
+    let engine = Engine::start(desired(dir.path(), "")).unwrap();
+    engine.core.bridge_stats().last_stranger.silence();
+    arrives(&engine);
+    assert!(engine.status().unknown_sender.is_none(), "stopping");
+    engine.stop();
+}
+
+#[test]
 fn a_port_in_use_is_one_line() {
     let taken = UdpSocket::bind("127.0.0.1:0").unwrap();
     let listen = taken.local_addr().unwrap();
     let text = format!("[host]\nname = \"h1\"\n[bridge]\nlisten = \"{listen}\"\n");
     let error = Engine::start(parse("f", &text).unwrap().desired).err().unwrap().to_string();
-    assert!(error.contains(&listen.to_string()) && error.contains("in use"), "{error}");
+    assert!(error.starts_with("f:3: ") && error.contains(&listen.to_string()), "{error}");
+    assert!(error.contains("in use") && error.ends_with("[bridge] listen"), "{error}");
     assert_eq!(error.lines().count(), 1, "{error}");
 }
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::desired::Target;
-use super::engine::{Engine, EngineError};
+use super::engine::{Engine, EngineError, Listed};
 use vnet::capture::{Options, SESSIONS_MAX, Session};
 use vnet::dispatch::observers::{CacheAnswer, CacheQuestion, Observers};
 use vnet::route::Flow;
@@ -50,7 +50,7 @@ impl Engine {
         match (found.next(), found.next()) {
             (Some(target), None) => Ok(Some(target)),
             (Some(a), Some(b)) => Err(EngineError::Ambiguous(a, b)),
-            (None, _) => Err(EngineError::NotFound(format!("interface or link '{name}'"))),
+            (None, _) => Err(EngineError::NotFound(format!("interface or link '{name}'"), Listed::Ports)),
         }
     }
 

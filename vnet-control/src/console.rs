@@ -10,7 +10,7 @@ use std::ops::Range;
 use serde_json::{Map, Value, json};
 
 use super::desired::{Item, LinkSpec, Target};
-use super::engine::{Engine, EngineError};
+use super::engine::{Engine, EngineError, Listed};
 use super::language::{self, COMMANDS, Command, Dialect, LISTING_MAX, LanguageError, PortName, Transport};
 use super::{api, config, desired};
 use vnet::link::ANYWHERE;
@@ -78,7 +78,9 @@ impl fmt::Display for Answer {
 #[derive(Debug, thiserror::Error)]
 enum ConsoleError {
     #[error(transparent)]
-    Engine(#[from] EngineError),
+    Engine(EngineError),
+    #[error("there is no {0}; {1} lists them")]
+    NotFound(String, &'static str),
     #[error(transparent)]
     Config(#[from] config::ConfigError),
     #[error("there is no link to {0}; LINKS? lists them")]
@@ -87,6 +89,15 @@ enum ConsoleError {
     NoInterface(String),
     #[error("several links go to {0}; name one as IP:PORT or by its name")]
     Ambiguous(String),
+}
+
+impl From<EngineError> for ConsoleError {
+    fn from(error: EngineError) -> ConsoleError {
+        match error {
+            EngineError::NotFound(what, listed) => ConsoleError::NotFound(what, listed.line()),
+            error => ConsoleError::Engine(error),
+        }
+    }
 }
 
 /// Parses and executes a line.
@@ -211,12 +222,15 @@ fn carry_out(engine: &mut Engine, command: Command) -> Result<String, ConsoleErr
         }
         Command::DeleteLink(index) => {
             let name = engine.indices().link_name(index).map(ToString::to_string);
-            engine.remove_link(&name.ok_or_else(|| EngineError::NotFound(format!("link {index}")))?)?;
+            engine.remove_link(
+                &name.ok_or_else(|| EngineError::NotFound(format!("link {index}"), Listed::Links))?,
+            )?;
             Ok(format!("link {index} removed"))
         }
         Command::DeleteInterface(index) => {
             let name = engine.indices().interface_name(index).map(ToString::to_string);
-            let name = name.ok_or_else(|| EngineError::NotFound(format!("interface {index}")))?;
+            let name =
+                name.ok_or_else(|| EngineError::NotFound(format!("interface {index}"), Listed::Interfaces))?;
             engine.remove_interface(&name)?;
             Ok(format!("interface {index} removed"))
         }

@@ -52,7 +52,7 @@ fn links_routes_and_interfaces_come_and_go_by_index() {
             ),
             ("ROUTES? 3", "3 none any interface vm1 edge network=1\n.\n"),
             ("ROUTE DEL 2", "OK route 2 removed\n"),
-            ("ROUTE DEL 2", "ERROR there is no route 2; see what there is with 'list'\n"),
+            ("ROUTE DEL 2", "ERROR there is no route 2; ROUTES? lists them\n"),
             (
                 "LINK DEL 1",
                 "ERROR link link1 is named by route 1 (src any, dst 52:54:00:00:00:02, from any, to link link1); delete that first\n",
@@ -60,7 +60,7 @@ fn links_routes_and_interfaces_come_and_go_by_index() {
             ("ROUTE DEL 1", "OK route 1 removed\n"),
             ("LINK DEL 1", "OK link 1 removed\n"),
             ("LINK ADD 127.0.1.4 9000", "OK link 3\n"),
-            ("LINK DEL 1", "ERROR there is no link 1; see what there is with 'list'\n"),
+            ("LINK DEL 1", "ERROR there is no link 1; LINKS? lists them\n"),
             ("ROUTE DEL 3", "OK route 3 removed\n"),
             ("INTERFACE DEL 1", "OK interface 1 removed\n"),
             ("INTERFACES?", ".\n"),

@@ -2,7 +2,7 @@
 
 use super::config::{self, ConfigError};
 use super::desired::*;
-use super::engine::{Engine, EngineError};
+use super::engine::{Engine, EngineError, Listed};
 use super::open_close::Patience;
 
 impl Engine {
@@ -27,7 +27,7 @@ impl Engine {
         change: impl FnOnce(&InterfaceSpec) -> Result<InterfaceSpec, ConfigError>,
     ) -> Result<(), EngineError> {
         let at = self.current.interfaces.iter().position(|item| item.spec.name == name);
-        let at = at.ok_or_else(|| EngineError::NotFound(Target::Interface(name.into()).to_string()))?;
+        let at = at.ok_or_else(|| EngineError::no(&Target::Interface(name.into())))?;
         let spec = change(&self.current.interfaces[at].spec)?;
         self.edit(|desired| desired.interfaces[at].spec = spec)
     }
@@ -49,7 +49,7 @@ impl Engine {
     pub fn remove_interface(&mut self, name: &str) -> Result<(), EngineError> {
         let target = Target::Interface(name.into());
         if !self.interfaces.contains_key(name) {
-            return Err(EngineError::NotFound(target.to_string()));
+            return Err(EngineError::no(&target));
         }
         self.not_in_use(target)?;
         self.edit(|desired| desired.interfaces.retain(|item| item.spec.name != name))
@@ -59,7 +59,7 @@ impl Engine {
     pub fn remove_link(&mut self, name: &str) -> Result<(), EngineError> {
         let target = Target::Link(name.into());
         if !self.links.contains_key(name) {
-            return Err(EngineError::NotFound(target.to_string()));
+            return Err(EngineError::no(&target));
         }
         if !self.own.links.iter().any(|item| item.spec.name == name) {
             return Err(EngineError::Computed(target));
@@ -71,7 +71,7 @@ impl Engine {
     /// Removes the rule with index `index`.
     pub fn remove_route(&mut self, index: u32) -> Result<(), EngineError> {
         let found = self.route_indices.iter().find(|(_, i)| **i == index).map(|(spec, _)| spec.clone());
-        let spec = found.ok_or_else(|| EngineError::NotFound(format!("route {index}")))?;
+        let spec = found.ok_or_else(|| EngineError::NotFound(format!("route {index}"), Listed::Routes))?;
         self.edit(|desired| desired.routes.retain(|item| item.spec != spec))
     }
 

@@ -49,8 +49,8 @@ pub enum EngineError {
     #[error("{0}")]
     Open(Problem),
     /// No object has that name.
-    #[error("there is no {0}; see what there is with 'list'")]
-    NotFound(String),
+    #[error("there is no {0}; see {cmd}", cmd = .1.command())]
+    NotFound(String, Listed),
     /// An interface and a link both have that name.
     #[error("there are both {0} and {1}; write one of them in full")]
     Ambiguous(Target, Target),
@@ -92,6 +92,56 @@ pub enum EngineError {
         /// The routes' indices.
         routes: String,
     },
+}
+
+/// Lists in which names and numbers of objects are found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Listed {
+    /// Interfaces.
+    Interfaces,
+    /// Links.
+    Links,
+    /// Interfaces and links.
+    Ports,
+    /// Routes.
+    Routes,
+    /// Networks.
+    Networks,
+}
+
+impl Listed {
+    /// The command that shows the list.
+    pub fn command(self) -> &'static str {
+        match self {
+            Listed::Interfaces => "'vnet interface list'",
+            Listed::Links => "'vnet link list'",
+            Listed::Ports => "'vnet interface list' and 'vnet link list'",
+            Listed::Routes => "'vnet route list'",
+            Listed::Networks => "'vnet network list'",
+        }
+    }
+
+    /// The console's line that shows the list, or the command if it has none.
+    pub fn line(self) -> &'static str {
+        match self {
+            Listed::Interfaces => "INTERFACES?",
+            Listed::Links => "LINKS?",
+            Listed::Ports => "INTERFACES? and LINKS?",
+            Listed::Routes => "ROUTES?",
+            Listed::Networks => self.command(),
+        }
+    }
+}
+
+impl EngineError {
+    /// No interface or link is `target`.
+    pub(super) fn no(target: &Target) -> EngineError {
+        let listed = match target {
+            Target::Interface(_) => Listed::Interfaces,
+            Target::Link(_) => Listed::Links,
+        };
+        EngineError::NotFound(target.to_string(), listed)
+    }
 }
 
 /// The running core and its configuration.
@@ -155,7 +205,8 @@ impl Engine {
             isolation,
             kernel_path: kernel_path == KernelPath::Auto,
             outlive,
-        })?;
+        })
+        .map_err(|error| core_error(desired, error))?;
         let keeper = keeper(desired, &core)?;
         let (networks, interfaces, links, routes) = (vec![], vec![], vec![], vec![]);
         let nothing = Desired { networks, interfaces, links, routes, ..desired.clone() };
@@ -207,6 +258,7 @@ impl Engine {
 
     /// Stops everything: guests see link down, sockets and devices are removed.
     pub fn stop(self) {
+        self.core.bridge_stats().last_stranger.silence();
         self.core.publish(Parts::default());
         self.links.values().for_each(|live| live.link.stop());
         close_all(self.interfaces.into_values().collect());
@@ -327,6 +379,16 @@ impl Engine {
     pub fn bridge_address(&self) -> SocketAddr {
         self.core.bridge_address()
     }
+}
+
+/// The error of a core that cannot start, with the place of the table that names the refused resource.
+fn core_error(desired: &Desired, error: CoreError) -> EngineError {
+    let place = match &error {
+        CoreError::Bridge(_) | CoreError::Stream(_) => &desired.bridge.place,
+        CoreError::Isolation(_) => &desired.dispatch.place,
+        CoreError::System(_) => return error.into(),
+    };
+    EngineError::Open(Problem::new(place, error.to_string()))
 }
 
 /// Starts the keeper of sealed links, if this host has an identity.

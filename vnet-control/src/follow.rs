@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use super::api::{Hop, HopCopy, Trace};
 use super::desired::Target;
-use super::engine::{Engine, EngineError};
+use super::engine::{Engine, EngineError, Listed};
 use vnet::frame::{NetworkId, PortId};
 use vnet::link::inquiry::Inbox;
 use vnet::wire::ethernet::Mac;
@@ -168,7 +168,7 @@ impl Engine {
     /// The link no longer exists.
     pub fn trace_for(&self, port: PortId, question: &Question) -> Result<Trace, EngineError> {
         let found = self.links.iter().find(|(_, live)| live.port == port).map(|(name, _)| name);
-        let name = found.ok_or_else(|| EngineError::NotFound("such link".into()))?;
+        let name = found.ok_or_else(|| EngineError::NotFound("such link".into(), Listed::Links))?;
         let Question { network, src, dst, .. } = *question;
         self.trace(network, src, dst, Some(&Target::Link(name.clone())))
     }

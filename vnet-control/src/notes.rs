@@ -1,9 +1,12 @@
 //! Notes of interfaces: likely misconfigurations of guests, derived from the frames that are dropped because of them.
 
+use std::collections::HashMap;
+use std::net::IpAddr;
+
 use super::desired::*;
 use super::engine::Engine;
 use super::open_close::LiveInterface;
-use vnet::frame::PortId;
+use vnet::frame::{NetworkId, PortId};
 use vnet::stats::Sent;
 use vnet::wire::ethernet::{HEADER_LEN, Mac};
 
@@ -15,24 +18,46 @@ struct Oversize {
     mtu: u32,
 }
 
-/// Recent drops whose notes concern more than one interface.
-pub(super) struct Mistakes(Vec<Oversize>);
+/// Mistakes that concern more than one interface.
+pub(super) struct Mistakes {
+    /// Recent drops.
+    oversize: Vec<Oversize>,
+    /// Interfaces by the IP addresses that they list.
+    owners: HashMap<(NetworkId, IpAddr), Vec<String>>,
+}
 
 impl Mistakes {
-    /// Collects the recent oversize drops of all interfaces; their senders are guests of this or another host.
+    /// Collects the IP addresses, and the recent oversize drops, of all interfaces; their senders are guests of this or another host.
     pub fn of(engine: &Engine) -> Mistakes {
         let oversize = |(name, live): (&String, &LiveInterface)| {
             let sent = live.stats.last_oversize.lately()?;
             Some(Oversize { sent, to: name.clone(), mtu: live.mtu() })
         };
-        Mistakes(engine.interfaces.iter().filter_map(oversize).collect())
+        let mut owners: HashMap<_, Vec<String>> = HashMap::new();
+        for Item { spec, .. } in &engine.current().interfaces {
+            for address in &spec.addresses {
+                owners.entry((spec.network, *address)).or_default().push(spec.name.clone());
+            }
+        }
+        Mistakes { oversize: engine.interfaces.iter().filter_map(oversize).collect(), owners }
     }
 
     /// The notes of an interface, one sentence for each likely misconfiguration.
     pub fn notes(&self, spec: &InterfaceSpec, live: &LiveInterface) -> Vec<String> {
         let mut notes = live.interface.notes();
         notes.extend(self.of_guest(spec, live.port, live.stats.last_bad_source.lately()));
+        notes.extend(self.of_addresses(spec));
         notes
+    }
+
+    /// Notes about IP addresses that other interfaces list, too.
+    fn of_addresses(&self, spec: &InterfaceSpec) -> Vec<String> {
+        let shared = |address: &IpAddr| {
+            let owners = self.owners.get(&(spec.network, *address))?;
+            let other = owners.iter().find(|name| **name != spec.name)?;
+            Some(format!("interface {other} lists its address {address}, too; give each guest its own"))
+        };
+        spec.addresses.iter().filter_map(shared).collect()
     }
 
     /// Notes about the guest at `port`; `refused` is the last frame that port security dropped there.
@@ -44,7 +69,7 @@ impl Mistakes {
                 "its frames come from {from}, but port security admits only {ours}; give the guest that address, or set mac"
             ));
         }
-        for Oversize { sent, to, mtu } in &self.0 {
+        for Oversize { sent, to, mtu } in &self.oversize {
             let payload = sent.len.saturating_sub(HEADER_LEN);
             let advice = format!("give all guests of network {} the same MTU", spec.network.get());
             if *to == spec.name {
@@ -69,7 +94,10 @@ mod tests {
     #[test]
     fn both_sides_of_a_mistaken_mtu_are_told() {
         let sent = Sent { mac: [2, 0, 0, 0, 0, 9], port: 3, len: 9014 };
-        let mistakes = Mistakes(vec![Oversize { sent, to: "c2".into(), mtu: 1500 }]);
+        let mistakes = Mistakes {
+            oversize: vec![Oversize { sent, to: "c2".into(), mtu: 1500 }],
+            owners: HashMap::new(),
+        };
         let notes = |name: &str, port| {
             let spec = InterfaceSpec { name: name.into(), ..InterfaceSpec::default() };
             mistakes.of_guest(&spec, PortId(port), None).join("\n")
@@ -92,7 +120,9 @@ mod tests {
         let notes = |port_security, mac: Option<&str>| {
             let mac = mac.map(|mac| mac.parse().unwrap());
             let spec = InterfaceSpec { mac, port_security, ..InterfaceSpec::default() };
-            Mistakes(vec![]).of_guest(&spec, PortId(3), refused).join("\n")
+            Mistakes { oversize: vec![], owners: HashMap::new() }
+                .of_guest(&spec, PortId(3), refused)
+                .join("\n")
         };
         assert_eq!(
             notes(true, Some("52:54:00:00:00:01")),

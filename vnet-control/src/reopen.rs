@@ -8,12 +8,12 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::absence::Absence;
+use super::absence::{Absence, Again};
 use super::desired::*;
 use super::engine::Engine;
 use super::open_close::{LiveInterface, Order, open_all};
 use vnet::interface::change_events::{Bell, Place};
-use vnet::interface::tap::Process;
+use vnet::interface::tap::{Netns, Process};
 use vnet::interface::{Interface, State};
 
 /// Maximum time between two checks of devices, in case an event is missed.
@@ -121,8 +121,14 @@ impl Engine {
                     opened = true;
                 }
                 (Err(why), Some(absence)) => {
-                    let exited = live.process.as_ref().is_some_and(Process::has_exited);
-                    absence.failed(why.reason(), !exited);
+                    let again = if live.process.as_ref().is_some_and(Process::has_exited) {
+                        Again::Never
+                    } else if order.spec.attachment.netns().is_some_and(Netns::is_unfinished) {
+                        Again::Soon
+                    } else {
+                        Again::Later
+                    };
+                    absence.failed(why.reason(), again);
                 }
                 (Err(_), None) => {}
             }

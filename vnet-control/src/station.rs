@@ -6,7 +6,7 @@ use std::str::FromStr;
 
 use super::api;
 use super::desired::{InterfaceSpec, Target, is_name};
-use super::engine::{Engine, EngineError};
+use super::engine::{Engine, EngineError, Listed};
 use super::plan;
 use super::table::quote;
 use vnet::frame::NetworkId;
@@ -76,7 +76,7 @@ impl Engine {
         let named = [src, dst].into_iter().find_map(|station| self.named(station));
         let network = network.or(named.map(|spec| spec.network)).unwrap_or_default();
         if !plan::networks(&self.current).iter().any(|item| item.spec.id == network) {
-            return Err(EngineError::NotFound(format!("network {network}")));
+            return Err(EngineError::NotFound(format!("network {network}"), Listed::Networks));
         }
         let macs = [self.mac_of(network, src)?, self.mac_of(network, dst)?];
         let own = match src {
@@ -100,7 +100,9 @@ impl Engine {
                 found.ok_or(EngineError::UnknownAddress { address: *address, network })
             }
             Station::Interface(_) => {
-                let spec = self.named(station).ok_or_else(|| EngineError::NotFound(station.to_string()))?;
+                let spec = self
+                    .named(station)
+                    .ok_or_else(|| EngineError::NotFound(station.to_string(), Listed::Interfaces))?;
                 self.guest(network, spec)
             }
         }

@@ -325,7 +325,12 @@ impl<'a> Reader<'a> {
         };
         let within = u32::try_from(number).ok().filter(|number| (least..=most).contains(number));
         if within.is_none() {
-            let text = format!("{key} {number} is beyond the limits; use {least} to {most}");
+            let right = if least == most {
+                format!("only {least} is possible")
+            } else {
+                format!("use {least} to {most}")
+            };
+            let text = format!("{key} {number} is beyond the limits; {right}");
             self.problem(&entry.place, text);
         }
         within

@@ -39,7 +39,7 @@ impl Engine {
         let from = match from {
             Some(target) => {
                 let found = targets.iter().find(|(_, at)| *at == target).map(|(port, _)| *port);
-                found.ok_or_else(|| EngineError::NotFound(target.to_string()))?
+                found.ok_or_else(|| EngineError::no(target))?
             }
             None => self.port_of(network, src)?,
         };

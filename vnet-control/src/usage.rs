@@ -59,7 +59,7 @@ pub const COMMANDS: &[Usage] = &[
     ),
     usage(
         "INTERFACE ADD",
-        "INTERFACE ADD NAME tap|vhost-user KEY=VALUE ...",
+        "INTERFACE ADD NAME veth|tap|vhost-user|local KEY=VALUE ...",
         "DEVICE ADD",
         "An interface with the keys of [[interface]]: device=, netns=, socket=, mac=, mtu= and so on",
     ),

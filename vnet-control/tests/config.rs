@@ -325,6 +325,21 @@ fn mistakes_are_explained_in_one_line_each() {
 }
 
 #[test]
+fn a_listener_at_the_wires_port_is_warned_of() {
+    let told = |more: &str| -> Vec<String> {
+        let text = format!(
+            "[host]\nname = \"h1\"\n[bridge]\nlisten = \"[::]:9788\"\nports = 2\n[[interface]]\nname = \"c1\"\n\
+             kind = \"veth\"\ndevice = \"eth0\"\nnetns = \"box\"\n{more}"
+        );
+        good(&text).warnings.iter().map(ToString::to_string).collect()
+    };
+    let want = "f.toml:3: [bridge] listen takes UDP port 9789, by which the kernel forwards frames between hosts: vnetd will \
+                forward them all; choose another port";
+    assert_eq!(told(""), [want]);
+    assert_eq!(told("[dispatch]\nkernel_path = \"off\"\n"), [""; 0]);
+}
+
+#[test]
 fn a_file_that_cannot_be_read_is_named() {
     let error = vnet_control::config::load("/nonexistent/vnet.toml".as_ref()).unwrap_err();
     assert_eq!(

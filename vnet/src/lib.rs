@@ -26,6 +26,7 @@ pub mod frame;
 pub mod interface;
 pub mod kernel;
 pub mod link;
+pub mod listen;
 pub mod log_limit;
 mod netlink;
 pub mod poll;

@@ -3,18 +3,18 @@
 
 mod common;
 
-use std::net::UdpSocket;
+use std::net::{TcpListener, UdpSocket};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use common::{Host, LEARNING, WAIT, frame, link_to, mac, wait_for, yielding};
-use vnet::dispatch::core::CoreOptions;
+use vnet::dispatch::core::{Core, CoreOptions};
 use vnet::dispatch::yielding::Strategy;
 use vnet::frame::{FRAME_MAX, NetworkId, PortId};
 use vnet::interface::fake::{Fake, OwnedFrame};
 use vnet::link::{Encapsulation, LinkKind, LinkOptions, SourceMatch};
 use vnet::route::{NetworkSpec, Published, Qualifier, Rule, RuleSource};
-use vnet::stats::{DropReason, PortStats};
+use vnet::stats::{DiscardReason, DropReason, PortStats};
 use vnet::wire::ethernet::Mac;
 use vnet::wire::offload::{F_NEEDS_CSUM, GSO_TCPV4, Offload};
 
@@ -35,6 +35,42 @@ fn pair(
     one.publish();
     two.publish();
     (one, two, a, b)
+}
+
+#[test]
+fn the_ports_of_a_process_that_is_dying_are_waited_for() {
+    let [udp, vxlan] = [(); 2].map(|()| UdpSocket::bind("127.0.0.1:0").unwrap());
+    let tcp = TcpListener::bind("127.0.0.1:0").unwrap();
+    let options = CoreOptions {
+        listen: udp.local_addr().unwrap(),
+        vxlan_listen: vxlan.local_addr().ok(),
+        stream_listen: tcp.local_addr().ok(),
+        threads: 2,
+        ..CoreOptions::default()
+    };
+    let dying = std::thread::spawn(move || {
+        for socket in [Box::new(udp) as Box<dyn Send>, Box::new(vxlan), Box::new(tcp)] {
+            std::thread::sleep(Duration::from_millis(100));
+            drop(socket);
+        }
+    });
+    Core::start(&options).unwrap();
+    dying.join().unwrap();
+}
+
+#[test]
+fn what_arrives_before_the_first_setup_belongs_to_its_link() {
+    let mut host = host(2, 1, Strategy::Adaptive);
+    let peer = UdpSocket::bind("127.0.0.1:0").unwrap();
+    peer.send_to(&[0; 20], host.core.bridge_address()).unwrap();
+    // A dispatcher that already receives would take the datagram for a stranger's.
+    std::thread::sleep(Duration::from_millis(50));
+    host.add_link(link_to(peer.local_addr().unwrap(), Encapsulation::Native, None));
+    host.publish();
+    let come = || host.links[0].link.stats().in_datagrams.get();
+    wait_for("the link's datagram", || come() == 1, || come().to_string());
+    assert!(host.core.bridge_stats().last_stranger.lately().is_none());
+    assert_eq!(host.core.bridge_stats().discards(DiscardReason::UnknownSource), 0);
 }
 
 #[test]

@@ -37,7 +37,7 @@ use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use vnet::unix::Listener;
 use vnet_control::config::{self, Configuration};
-use vnet_control::desired::Desired;
+use vnet_control::desired::{CONTROL_SOCKET, Desired, Item};
 use vnet_control::engine::Engine;
 use vnet_control::events::Asker;
 
@@ -165,13 +165,31 @@ fn summary(desired: &Desired) -> String {
     counts.map(|(n, what)| count(n, what)).join(", ")
 }
 
-/// Creates the control socket's directory, usually vnetd's own directory in /run.
-fn make_folder(socket: &Path) -> Result<(), Failure> {
-    let Some(folder) = socket.parent() else { return Ok(()) };
-    std::fs::create_dir_all(folder).map_err(|error| {
-        format!("cannot make '{}' for the control socket: {error}; change [control] socket", folder.display())
-    })?;
-    Ok(())
+/// vnetd's own directory in /run, as long as vnetd runs. Dropping it removes a directory that this vnetd has made and that is empty.
+struct Folder(Option<PathBuf>);
+
+impl Folder {
+    /// Creates the directory of the default control socket if `socket` is in it. A service manager may have created it before.
+    fn of(socket: &Path) -> Result<Folder, String> {
+        let own = Path::new(CONTROL_SOCKET).parent();
+        let Some(folder) = socket.parent().filter(|folder| Some(*folder) == own && !folder.exists()) else {
+            return Ok(Folder(None));
+        };
+        std::fs::create_dir_all(folder).map_err(|error| {
+            format!(
+                "cannot make '{}' for the control socket: {error}; change [control] socket",
+                folder.display()
+            )
+        })?;
+        Ok(Folder(Some(folder.into())))
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        // It is not empty if guests' sockets are in it.
+        self.0.iter().for_each(|folder| _ = std::fs::remove_dir(folder));
+    }
 }
 
 /// Raises the soft limit of open files to the hard limit: each interface takes several descriptors.
@@ -190,10 +208,11 @@ fn run(file: &Path) -> Result<(), Failure> {
     runtime.block_on(async {
         // Install the handlers first, so that a signal during startup is handled once vnetd is ready.
         let mut signals = Signals::new()?;
-        let path = &desired.control.spec.socket;
-        make_folder(path)?;
-        let socket = Listener::bind(path, CONTROL_SOCKET_MODE)?;
-        let remote = Remote::open(&desired.control.spec.access)?;
+        let Item { place, spec: control } = &desired.control;
+        let at = |error: &dyn std::fmt::Display| format!("{place}{error}");
+        let folder = Folder::of(&control.socket).map_err(|error| at(&error))?;
+        let socket = Listener::bind(&control.socket, CONTROL_SOCKET_MODE).map_err(|error| at(&error))?;
+        let remote = Remote::open(&control.access).map_err(|error| at(&error))?;
         let mut prepared = None;
         let mut engine = Engine::start_in(desired, |engine, desired| {
             let (overlay, computed) = overlay::prepare(engine, desired).unzip();
@@ -239,6 +258,7 @@ fn run(file: &Path) -> Result<(), Failure> {
             engine.stop();
         }
         drop(socket);
+        drop(folder);
         tracing::info!("stopped");
         Ok(())
     })

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use tokio::net::{TcpListener, TcpSocket};
 use tokio::task::JoinSet;
 use tokio_rustls::TlsAcceptor;
+use vnet::listen::until_free;
 use vnet_control::credentials::{TlsError, TokenError};
 use vnet_control::desired::Access;
 
@@ -83,7 +84,7 @@ impl Bound {
             socket.bind(address)?;
             socket.listen(BACKLOG)
         };
-        let listener = bind().map_err(listen)?;
+        let listener = until_free(bind).map_err(listen)?;
         let address = listener.local_addr().map_err(listen)?;
         Ok(Bound { listener, address, tls })
     }

@@ -75,7 +75,7 @@ impl IntoResponse for Refused {
         let status = match &self {
             Refused::Request(_) | Refused::Engine(EngineError::Invalid(_)) => StatusCode::BAD_REQUEST,
             Refused::Engine(
-                EngineError::NotFound(_)
+                EngineError::NotFound(..)
                 | EngineError::UnknownSource(_)
                 | EngineError::UnknownAddress { .. }
                 | EngineError::Guest { .. },

@@ -384,7 +384,8 @@ fn a_live_control_socket_is_kept_and_a_stale_one_replaced() {
     let second = folder.run(&[]);
     assert_eq!(second.status.code(), Some(1));
     let want = format!(
-        "socket '{}' is in use by a running process (it answered); stop that or choose another path\n",
+        "{}:3: socket '{}' is in use by a running process (it answered); stop that or choose another path\n",
+        folder.path("vnet.toml").display(),
         first.socket.display()
     );
     assert_eq!(text(&second.stderr), want);
@@ -430,7 +431,20 @@ fn obstacles_are_reported_in_one_line() {
     folder.write("");
     let config = fs::read_to_string(folder.path("vnet.toml")).unwrap().replace("127.0.0.1:0", &address);
     fs::write(folder.path("vnet.toml"), config).unwrap();
-    one_line(&folder, &address);
+    one_line(&folder, &format!("vnet.toml:5: cannot listen on {address}: address already in use"));
+
+    folder.write("[dispatch]\ncpus = [1000]\n");
+    one_line(&folder, "vnet.toml:7: cannot pin a dispatcher to CPU 1000");
+    let config = fs::read_to_string(folder.path("vnet.toml")).unwrap();
+    let token = folder.path("token");
+    fs::write(&token, "0123456789abcdef0123456789abcdef").unwrap();
+    fs::set_permissions(&token, fs::Permissions::from_mode(0o644)).unwrap();
+    let public = format!("vnet.sock\"\ntoken_file = \"{}\"\nhttp = \"127.0.0.1:0\"", token.display());
+    fs::write(folder.path("vnet.toml"), config.replace("vnet.sock\"", &public)).unwrap();
+    one_line(&folder, "vnet.toml:3: [control] token_file '");
+    fs::write(folder.path("vnet.toml"), config.replace("vnet.sock", "none/a/vnet.sock")).unwrap();
+    one_line(&folder, "none/a' is not there; make it: mkdir -p ");
+    assert!(!folder.path("none").exists());
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use vnet_control::api::{Interface, Link, Overlay, SEALED_LINKS_ONLY, Status};
+use vnet_control::api::{GUARDED, Interface, LIMITED, Link, Overlay, SEALED_LINKS_ONLY, Status};
 
 use super::finding::{Daemon, Finding, Level};
 use super::host::{Host, cpus};
@@ -190,7 +190,9 @@ fn kernel_path(daemon: &Daemon) -> Finding {
     const WHY: &str = "frames that pass vnetd wait for a dispatcher; the kernel forwards known flows between containers at once";
     let is_veth = |interface: &&Interface| interface.settings.text("kind") == "veth";
     let veths: Vec<_> = daemon.interfaces.iter().filter(is_veth).collect();
-    let missing = |interface: &&&Interface| interface.state == "up" && interface.path != "kernel";
+    let chosen = |interface: &Interface| matches!(interface.path_reason.as_deref(), Some(LIMITED | GUARDED));
+    let missing =
+        |interface: &&&Interface| interface.state == "up" && interface.path != "kernel" && !chosen(interface);
     if let Some(interface) = veths.iter().find(missing) {
         let reason = interface.path_reason.as_deref().unwrap_or("no reason given");
         let what = format!("not for interface {}: {reason}", interface.name);

@@ -193,10 +193,10 @@ pub struct Interface {
     /// Likely mistakes that lose frames, one short sentence each; the interface may be up.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub notes: Vec<String>,
-    /// `kernel`: the kernel forwards known flows by itself, vnetd all others; `vnetd`: vnetd forwards all frames.
+    /// `kernel`: the kernel forwards known flows from the guest by itself, vnetd all others; `vnetd`: vnetd forwards all frames from it.
     #[serde(default = "vnetd_path")]
     pub path: String,
-    /// Why vnetd forwards all frames of the interface; for `kernel`: all that go to other hosts.
+    /// Why vnetd forwards all frames from the guest; for `kernel`: all that go to other hosts.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub path_reason: Option<String>,
     /// Polling mode and guest notifications.
@@ -332,6 +332,13 @@ pub struct KernelFlow {
     /// Milliseconds until the flow ends if it is not renewed; 0 if it has ended.
     pub kernel_ms: u64,
 }
+
+/// [`Interface::path_reason`] of an interface with `rate_limit` or `frame_limit`: vnetd takes its frames at that rate. Frames to it may
+/// pass in the kernel.
+pub const LIMITED: &str = "it has a rate limit";
+/// [`Interface::path_reason`] of an interface with `address_security`: vnetd checks each of its frames. Frames to it may pass in the
+/// kernel.
+pub const GUARDED: &str = "it has address security";
 
 /// [`KernelSummary::link_reason`] of a host whose links are all sealed.
 pub const SEALED_LINKS_ONLY: &str = "sealed links only";

@@ -1,4 +1,5 @@
-//! Checks the files that a configuration names: that they exist, can be read, and have valid contents.
+//! Checks what a configuration names outside of itself: that its files exist, can be read, and have valid contents, and that the CPUs
+//! of dispatchers exist.
 //!
 //! Unlike all other checks these depend on the host, so they run on request only: `vnet check`, `vnetd --check`.
 
@@ -6,14 +7,20 @@ use std::fs::File;
 use std::io::ErrorKind;
 use std::path::Path;
 
+use vnet::dispatch::isolation::check_cpu;
 use vnet::link::sealed::identity::Identity;
 
 use crate::credentials::{check_store, read_token, server_config};
 use crate::desired::Desired;
 use crate::table::{Notes, Place, Problem};
 
-/// Reads every file that `desired` names. A file that this user may not read is only a warning, because vnetd may read it.
+/// Reads every file that `desired` names, and tries its CPUs. A file that this user may not read is only a warning, because vnetd may read it.
 pub(crate) fn check(desired: &Desired, notes: &mut Notes) {
+    for cpu in &desired.dispatch.spec.cpus {
+        if let Err(error) = check_cpu(*cpu) {
+            notes.problems.push(Problem::new(&desired.dispatch.place, error.to_string()));
+        }
+    }
     if let Some(item) = &desired.identity {
         let files = &item.spec;
         let named = [
@@ -130,6 +137,17 @@ mod tests {
         pki.issue("h1", 2, Flaw::Expired, &[]);
         let told = check(&text).unwrap_err();
         assert!(told.contains("h1.pem' cannot be used") && told.lines().count() == 1, "{told}");
+    }
+
+    #[test]
+    fn the_cpus_of_dispatchers_have_to_be_there() {
+        let text = |cpu: usize| format!("[host]\nname = \"h1\"\n[dispatch]\ncpus = [{cpu}]\n");
+        let status = std::fs::read_to_string("/proc/self/status").unwrap();
+        let allowed = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).unwrap();
+        let first = allowed.trim().split(['-', ',']).next().unwrap();
+        check(&text(first.parse().unwrap())).unwrap();
+        let told = check(&text(1000)).unwrap_err();
+        assert!(told.starts_with("f:3: cannot pin a dispatcher to CPU 1000"), "{told}");
     }
 
     #[test]

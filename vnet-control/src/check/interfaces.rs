@@ -1,4 +1,6 @@
-//! Checks interfaces: each name, MAC address, socket and device has a single owner.
+//! Checks interfaces: each name, MAC address, socket and device has a single owner; so should each IP address.
+
+use std::collections::HashMap;
 
 use super::owner::Owners;
 use crate::desired::{Desired, Item, Resource};
@@ -17,5 +19,20 @@ pub(super) fn check(desired: &Desired, problems: &mut Vec<Problem>) {
         }
         let resource = spec.attachment.resource();
         resources.claim(resource.clone(), resource, user(), place, problems);
+    }
+}
+
+/// Warns of IP addresses that two interfaces of a network list: only one of the guests can be reached at it.
+pub(super) fn warn(desired: &Desired, warnings: &mut Vec<Problem>) {
+    let mut first = HashMap::new();
+    for Item { place, spec } in &desired.interfaces {
+        for address in &spec.addresses {
+            let Some(other) = first.insert((spec.network, *address), &spec.name) else { continue };
+            let text = format!(
+                "interface {}: addresses lists {address}, as interface {other} does; give each guest its own",
+                spec.name
+            );
+            warnings.push(Problem::new(place, text));
+        }
     }
 }

@@ -34,6 +34,8 @@ pub fn check(desired: &Desired, broken: &[Target], problems: &mut Vec<Problem>) 
 
 /// Appends warnings about settings that are valid but do not have the effect that they suggest.
 pub fn warn(desired: &Desired, warnings: &mut Vec<Problem>) {
+    bridge::warn(desired, warnings);
+    interfaces::warn(desired, warnings);
     routes::warn(desired, warnings);
 }
 

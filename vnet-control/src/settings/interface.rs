@@ -300,6 +300,7 @@ pub static INTERFACE: Declaration<InterfaceSpec> = Declaration {
         )
         .live()
         .idle_for("tap", AT_ONCE)
+        .not_for(&["veth", "local"])
         .phrase("{} interrupts"),
         field!(
             "receive_density_low",
@@ -310,6 +311,7 @@ pub static INTERFACE: Declaration<InterfaceSpec> = Declaration {
         .unit("bytes/s")
         .live()
         .idle_for("tap", AT_ONCE)
+        .not_for(&["veth", "local"])
         .phrase("receive_density_low {} bytes/s"),
         field!(
             "receive_density_high",
@@ -320,6 +322,7 @@ pub static INTERFACE: Declaration<InterfaceSpec> = Declaration {
         .unit("bytes/s")
         .live()
         .idle_for("tap", AT_ONCE)
+        .not_for(&["veth", "local"])
         .phrase("receive_density_high {} bytes/s"),
         field!(
             "early_bytes",
@@ -330,6 +333,7 @@ pub static INTERFACE: Declaration<InterfaceSpec> = Declaration {
         .unit("bytes")
         .live()
         .idle_for("tap", AT_ONCE)
+        .not_for(&["veth", "local"])
         .phrase("early from {} bytes"),
         Field {
             read: |reader, key, interface: &mut InterfaceSpec| {
@@ -476,9 +480,20 @@ pub(super) fn judge(reader: &mut Reader<'_>, interface: &InterfaceSpec) {
             }
         }
     }
-    if matches!(interface.attachment, Attachment::Tap { .. }) && interface.mtu as usize > TAP_MTU_MAX {
-        let text = format!("mtu {} is more than a TAP takes; it will be {TAP_MTU_MAX}", interface.mtu);
-        reader.hint(&reader.place_of("mtu"), text);
+    if interface.mtu as usize > TAP_MTU_MAX {
+        let (place, mtu) = (reader.place_of("mtu"), interface.mtu);
+        match interface.attachment {
+            Attachment::Tap { .. } => {
+                reader.hint(&place, format!("mtu {mtu} is more than a TAP takes; it will be {TAP_MTU_MAX}"));
+            }
+            Attachment::Veth { .. } => {
+                reader.problem(
+                    &place,
+                    format!("mtu {mtu} is more than a veth takes; use {TAP_MTU_MAX} at most"),
+                );
+            }
+            _ => {}
+        }
     }
     let Driving { mode, interrupts, .. } = &interface.driving;
     for (low, high, values) in [

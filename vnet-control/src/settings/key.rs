@@ -57,6 +57,8 @@ pub struct Key {
     pub only_for: &'static [&'static str],
     /// A kind that accepts the key but ignores it, and the reason.
     pub idle_for: Option<(&'static str, &'static str)>,
+    /// Kinds that refuse the key although their answers show it.
+    pub not_for: &'static [&'static str],
     /// How a change takes effect; if absent, the table's default.
     pub applies: Option<Applies>,
     /// How a plan displays the key: `{}` is the value, `{#}` the number of values; empty hides it.
@@ -86,6 +88,7 @@ impl Key {
             absent: "",
             only_for: &[],
             idle_for: None,
+            not_for: &[],
             applies: None,
             phrase: None,
             phrase_off: "",
@@ -94,6 +97,11 @@ impl Key {
             conflicts: None,
             unless: None,
         }
+    }
+
+    /// True if a table of this kind may contain the key.
+    fn may_be_given(&self, kind: Option<&str>) -> bool {
+        self.is_for(kind) && !kind.is_some_and(|kind| self.not_for.contains(&kind))
     }
 
     fn is_for(&self, kind: Option<&str>) -> bool {
@@ -152,6 +160,10 @@ impl<S> Field<S> {
     }
     pub const fn idle_for(mut self, kind: &'static str, why: &'static str) -> Self {
         self.key.idle_for = Some((kind, why));
+        self
+    }
+    pub const fn not_for(mut self, kinds: &'static [&'static str]) -> Self {
+        self.key.not_for = kinds;
         self
     }
     pub const fn applies(mut self, applies: Applies) -> Self {
@@ -287,7 +299,7 @@ impl<S> Declaration<S> {
         let mut kind = self.selector.as_ref().map(|selector| (selector.chosen)(spec));
         for field in self.fields {
             let key = &field.key;
-            if !key.is_for(kind) {
+            if !key.may_be_given(kind) {
                 self.refuse(reader, key, kind);
                 continue;
             }
@@ -313,22 +325,33 @@ impl<S> Declaration<S> {
     /// Reports a key that `kind` does not have, unless another declaration of the same name applies.
     fn refuse(&self, reader: &mut Reader<'_>, key: &Key, kind: Option<&str>) {
         let mut same = self.fields.iter().map(|field| &field.key).filter(|other| other.name == key.name);
-        if kind.is_some() && same.clone().any(|other| other.is_for(kind)) {
+        if kind.is_some() && same.clone().any(|other| other.may_be_given(kind)) {
             return;
         }
         let (Some(entry), Some(_), Some(selector)) = (reader.take(key.name), kind, &self.selector) else {
             return;
         };
         let kinds: Vec<_> = same.by_ref().flat_map(|key| key.only_for).copied().collect();
-        let text =
-            format!("'{}' applies to {} {} only; remove it", key.name, selector.key, kinds.join(" and "));
+        let text = match kind {
+            Some(kind) if kinds.is_empty() => {
+                format!("'{}' has no effect on {} {kind}; remove it", key.name, selector.key)
+            }
+            _ => {
+                format!("'{}' applies to {} {} only; remove it", key.name, selector.key, kinds.join(" and "))
+            }
+        };
         reader.problem(&entry.place, text);
     }
 
     /// Reads only the keys that can be changed while an interface is open.
     pub(crate) fn read_live(&self, reader: &mut Reader<'_>, spec: &mut S) {
+        let kind = self.selector.as_ref().map(|selector| (selector.chosen)(spec));
         for field in self.fields.iter().filter(|field| self.applies(&field.key) == Applies::Live) {
-            (field.read)(reader, &field.key, spec);
+            if field.key.may_be_given(kind) {
+                (field.read)(reader, &field.key, spec);
+            } else {
+                self.refuse(reader, &field.key, kind);
+            }
         }
     }
 

@@ -267,10 +267,6 @@ impl Core {
             adopted: Mutex::new(vec![0; count]),
             progress: Condvar::new(),
         });
-        if options.outlive.pins.as_ref().is_some_and(PinOptions::exist) {
-            // Adopts the objects of a vnetd that has died, or removes them after a while.
-            let _ = shared.kernel_path.get_or_init(|| shared.open_kernel_path());
-        }
         let streams = stream::Streams::start(options.stream_listen, bridge_stats.clone())?;
         let threads = Vec::with_capacity(count);
         let prober = Prober::start(shared.started, paths)?;
@@ -298,6 +294,14 @@ impl Core {
         })?;
         self.threads.push(thread);
         Ok(pinned.recv().map_err(|_| io::Error::other("the thread ended at once"))??)
+    }
+
+    /// Adopts devices and flows of a vnetd that has died; those without an interface are removed after a while. Call this before the
+    /// first setup, once nothing else can keep vnetd from starting.
+    pub fn take_over(&self) {
+        if self.shared.outlive.pins.as_ref().is_some_and(PinOptions::exist) {
+            let _ = self.kernel();
+        }
     }
 
     /// Publishes `parts` as the new setup, atomically and under traffic.
@@ -356,6 +360,11 @@ impl Core {
     /// Listening address of links' datagrams, with the first port.
     pub fn bridge_address(&self) -> SocketAddr {
         self.bridge_address
+    }
+
+    /// True if datagrams from `source` belong to a link.
+    pub fn knows(&self, source: SocketAddr) -> bool {
+        self.shared.setup.load().peers.knows(source)
     }
 
     /// Start of the core's clock.

@@ -123,6 +123,15 @@ fn busy_poll(socket: BorrowedFd<'_>, us: libc::c_int, budget: Option<u32>) -> io
     Ok(())
 }
 
+/// Checks that this process may pin a thread to a CPU.
+///
+/// # Errors
+/// [`IsolationError::Cpu`].
+pub fn check_cpu(cpu: usize) -> Result<(), IsolationError> {
+    let thread = std::thread::spawn(move || pin(cpu));
+    thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+}
+
 /// Pins the calling thread to one CPU.
 pub(super) fn pin(cpu: usize) -> Result<(), IsolationError> {
     let mut set = rustix::thread::CpuSet::new();

@@ -10,7 +10,8 @@
 //!
 //! The renewer also advances the leases' clock, after it has renewed: a flow in use does not end because the renewer is late or vnetd
 //! has died. The clock starts with the first setup that has the kernel path. Until then the flows of a vnetd that has died stay
-//! valid. Its devices that no interface has claimed after [`Outlive::time`](crate::kernel::Outlive) are removed.
+//! valid. Its devices that no interface has claimed after [`Outlive::time`](crate::kernel::Outlive) are removed. A vnetd that ends before
+//! its first setup has failed to start: it leaves devices and flows to the next one.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -339,7 +340,12 @@ impl KernelPath {
                     remove_unclaimed(&kernel);
                 }
             }
-            remove_unclaimed(&kernel);
+            if serving.load(Relaxed) {
+                remove_unclaimed(&kernel);
+            } else {
+                // This vnetd has failed to start. Devices and flows wait for one that does.
+                kernel.leave();
+            }
         }
     }
 }

@@ -57,7 +57,7 @@ use self::setup::{Feed, FeedKind, Setup, SetupView, SourceParts};
 use self::share::{Grant, Share};
 use self::yielding::{Idle, Yielder};
 use crate::frame::DropSink;
-use crate::link::{Bridge, PeersView, ReceiverParts};
+use crate::link::{Bridge, PeersView, Receiver, ReceiverParts};
 use crate::poll::Poller;
 use crate::route::Router;
 use crate::source::{self, BatchSlot, Source};
@@ -89,6 +89,8 @@ struct Dispatcher {
     /// Creates receivers for underlay ports.
     receivers: ReceiverParts,
     forwarder: Forwarder,
+    /// Receivers of the bridge's sockets until the first setup: without links, every datagram would be a stranger's.
+    bridge: Vec<Receiver>,
     /// All sources, sorted by token.
     served: Vec<Served>,
     next_token: u64,
@@ -165,6 +167,7 @@ impl Dispatcher {
             peers: bridge.peers,
             receivers: bridge.receivers.taking(burst),
             setup,
+            bridge: vec![],
             served: Vec::new(),
             next_token: 0,
             warm: Vec::with_capacity(WARM_MAX),
@@ -179,11 +182,8 @@ impl Dispatcher {
             next_tick: Instant::now(),
             shared,
         };
-        let guest_driven = ModeSettings { mode: Mode::GuestDriven, ..ModeSettings::default() };
-        for receiver in bridge.rx.into_iter().chain(bridge.vxlan_rx) {
-            let source = Box::new(receiver.taking(burst));
-            dispatcher.serve(source, (Drive::new(guest_driven, 1), 0), None);
-        }
+        let receivers = bridge.rx.into_iter().chain(bridge.vxlan_rx);
+        dispatcher.bridge = receivers.map(|receiver| receiver.taking(burst)).collect();
         dispatcher
     }
 
@@ -417,6 +417,10 @@ impl Dispatcher {
         self.forwarder.now_ms = now_ms;
         let verdicts = self.shared.kernel_path().map(|path| path.verdicts(&self.setup));
         self.forwarder.adopt(self.setup.clone(), verdicts);
+        let guest_driven = ModeSettings { mode: Mode::GuestDriven, ..ModeSettings::default() };
+        for receiver in std::mem::take(&mut self.bridge) {
+            self.serve(Box::new(receiver), (Drive::new(guest_driven, 1), 0), None);
+        }
         let (id, dispatchers) = (self.id, self.shared.dispatchers());
         let mut feeds = self.setup.feeds();
         feeds.retain(|feed| (feed.port.index() + feed.queue) % dispatchers == id);

@@ -9,8 +9,12 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{fstatfs, statfs};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
+
+/// File system of namespaces (linux/magic.h).
+const NSFS_MAGIC: u64 = 0x6e73_6673;
 
 /// A network namespace.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -101,6 +105,11 @@ impl std::fmt::Display for NetnsError {
                     "cannot enter network namespace '{netns}': process {pid} has exited; name a running one"
                 )
             }
+            _ if self.is_unfinished() => write!(
+                f,
+                "cannot enter network namespace '{netns}': '{}' is not a network namespace; see 'ip netns list'",
+                netns.file().display()
+            ),
             _ => write!(
                 f,
                 "cannot enter network namespace '{netns}': {error}; is it there ('ip netns list'), and is vnetd root?"
@@ -110,10 +119,14 @@ impl std::fmt::Display for NetnsError {
 }
 
 impl NetnsError {
-    /// True if the namespace does not exist yet. EINVAL counts, because 'ip netns add' creates the file before it mounts the
-    /// namespace on it.
+    /// True if the namespace does not exist yet.
     fn is_absent(&self) -> bool {
-        self.error.kind() == io::ErrorKind::NotFound || self.error.raw_os_error() == Some(libc::EINVAL)
+        self.error.kind() == io::ErrorKind::NotFound || self.is_unfinished()
+    }
+
+    /// True if the file is not a network namespace: 'ip netns add' creates the file before it mounts the namespace on it.
+    fn is_unfinished(&self) -> bool {
+        self.error.raw_os_error() == Some(libc::EINVAL)
     }
 
     /// The reason for the state "down" if the namespace may still appear.
@@ -151,12 +164,19 @@ impl Netns {
     /// Opens the namespace.
     ///
     /// # Errors
-    /// The namespace does not exist or may not be opened.
+    /// The namespace does not exist, may not be opened, or is another file.
     pub(super) fn open(&self) -> Result<File, NetnsError> {
         let fail = |error| NetnsError { netns: self.clone(), error };
         // O_NONBLOCK: the configuration may name any file, and opening a FIFO would block.
         let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(self.file());
-        file.map_err(fail)
+        let file = file.map_err(fail)?;
+        let is_namespace = fstatfs(&file).is_ok_and(|stat| stat.f_type as u64 & 0xffff_ffff == NSFS_MAGIC);
+        if is_namespace { Ok(file) } else { Err(fail(io::Error::from_raw_os_error(libc::EINVAL))) }
+    }
+
+    /// True if the namespace's file is there, and is no namespace yet.
+    pub fn is_unfinished(&self) -> bool {
+        statfs(self.file()).is_ok_and(|stat| stat.f_type as u64 & 0xffff_ffff != NSFS_MAGIC)
     }
 
     /// Path of the namespace's file for setns(2).
@@ -246,6 +266,13 @@ mod tests {
         assert_eq!(error("no-such-netns").waits_for().unwrap(), "waiting for netns no-such-netns");
         // A file without a namespace mounted on it, as 'ip netns add' leaves it for a moment.
         let file = tempfile::NamedTempFile::new().unwrap();
-        assert!(error(file.path().to_str().unwrap()).waits_for().unwrap().starts_with("waiting for netns /"));
+        let unfinished = error(file.path().to_str().unwrap());
+        assert!(unfinished.to_string().contains("' is not a network namespace; see"), "{unfinished}");
+        assert!(unfinished.waits_for().unwrap().starts_with("waiting for netns /"));
+        let netns: Netns = file.path().to_str().unwrap().parse().unwrap();
+        assert!(netns.is_unfinished() && netns.open().is_err());
+        let own = Netns::Path("/proc/thread-self/ns/net".into());
+        assert!(!own.is_unfinished() && own.open().is_ok());
+        assert!(!"no-such-netns".parse::<Netns>().unwrap().is_unfinished());
     }
 }

@@ -88,8 +88,17 @@ pub struct Veth {
     /// The container's device.
     name: String,
     home: Home,
-    /// State (up or not) and MTU of the container's device when control last looked.
-    seen: Mutex<(bool, usize)>,
+    /// The container's device when control last looked.
+    seen: Mutex<Seen>,
+}
+
+/// What control saw of the container's device. The MTU stays the last known one while no device has the name.
+#[derive(Clone, Copy)]
+struct Seen {
+    up: bool,
+    mtu: usize,
+    /// True if a device has the name.
+    named: bool,
 }
 
 impl Veth {
@@ -147,7 +156,7 @@ impl Veth {
         let namespace = namespace_of(host_index);
         let device =
             KernelDevice { host: (host, host_index), tap: (tap_name, tap_index), mac, mtu, namespace };
-        let (name, seen) = (options.device.clone(), Mutex::new((true, mtu)));
+        let (name, seen) = (options.device.clone(), Mutex::new(Seen { up: true, mtu, named: true }));
         Ok(Arc::new(Veth { tap, device, name, home, seen }))
     }
 
@@ -196,7 +205,7 @@ impl Interface for Veth {
         }
         if let Some(reason) = self.lost() {
             State::Down(reason)
-        } else if !self.seen.lock().0 {
+        } else if !self.seen.lock().up {
             State::Down(self.home.device_down(&self.name))
         } else {
             State::Up
@@ -204,9 +213,14 @@ impl Interface for Veth {
     }
 
     fn notes(&self) -> Vec<String> {
-        let (wanted, now) = (self.device.mtu, self.seen.lock().1);
-        let changed = || format!("device '{}' has MTU {now} instead of mtu = {wanted}", self.name);
-        (now != wanted).then(changed).into_iter().collect()
+        let (wanted, Seen { mtu, named, .. }) = (self.device.mtu, *self.seen.lock());
+        let name = &self.name;
+        if !named {
+            let place = self.home.netns().map_or(String::new(), |netns| format!(" in netns {netns}"));
+            return vec![format!("device '{name}' is not{place} any more: it was renamed or moved")];
+        }
+        let changed = || format!("device '{name}' has MTU {mtu} instead of mtu = {wanted}");
+        (mtu != wanted).then(changed).into_iter().collect()
     }
 
     fn device(&self) -> Option<&dyn OnDevice> {
@@ -228,9 +242,11 @@ impl OnDevice for Veth {
     }
 
     fn look(&self, socket: BorrowedFd<'_>) {
-        // The container may have renamed its device: keep the last known state.
-        if let Ok(sight) = device::see(socket, &self.name) {
-            *self.seen.lock() = (sight.up, sight.mtu);
+        let mut seen = self.seen.lock();
+        match device::see(socket, &self.name) {
+            Ok(sight) => *seen = Seen { up: sight.up, mtu: sight.mtu, named: true },
+            // Keeps the rest as it was last seen.
+            Err(error) => seen.named = error.raw_os_error() != Some(libc::ENODEV),
         }
     }
 
@@ -241,7 +257,7 @@ impl OnDevice for Veth {
     }
 
     fn mtu(&self) -> usize {
-        self.seen.lock().1
+        self.seen.lock().mtu
     }
 
     fn mac(&self) -> Option<Mac> {
@@ -348,6 +364,18 @@ pub(super) fn remove(device: &str) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_namespace_that_is_being_made_is_waited_for() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let netns = Netns::Path(file.path().into());
+        let options = VethOptions { device: "eth0".into(), netns, mac: None, mtu: 1500 };
+        let origin = Origin { port: crate::frame::PortId(1), network: crate::frame::NetworkId::DEFAULT };
+        let Err(VethError::Tap(error)) = Veth::open(&options, origin, Arc::default()) else {
+            panic!("opened in a file");
+        };
+        assert!(error.waits_for().unwrap().starts_with("waiting for netns /"), "{error}");
+    }
 
     #[test]
     fn names_fit_and_differ() {

@@ -53,7 +53,7 @@ use std::io;
 use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use aya::maps::{HashMap, Map, MapData};
 use aya::programs::links::{FdLink, LinkOrder, PinnedLink};
@@ -162,6 +162,8 @@ pub struct Kernel {
     unclaimed: Mutex<collections::HashSet<u32>>,
     /// The same for devices of the underlay.
     unclaimed_underlay: Mutex<collections::HashSet<u32>>,
+    /// True if pinned objects are left for the next vnetd.
+    left: AtomicBool,
 }
 
 impl Kernel {
@@ -195,7 +197,17 @@ impl Kernel {
         let unclaimed_underlay = Mutex::new(pins.iter().flat_map(Pins::underlay_devices).collect());
         let (programs, ports) = (Mutex::new(programs), Mutex::new(ports));
         let peers = Mutex::new(HashMap::try_from(peers)?);
-        Ok(Arc::new(Kernel { programs, ports, peers, state, flows, pins, unclaimed, unclaimed_underlay }))
+        Ok(Arc::new(Kernel {
+            programs,
+            ports,
+            peers,
+            state,
+            flows,
+            pins,
+            unclaimed,
+            unclaimed_underlay,
+            left: AtomicBool::new(false),
+        }))
     }
 
     /// The installed flows.
@@ -242,6 +254,11 @@ impl Kernel {
     /// Postpones the end of all flows, but does not advance the clock: see [`Kernel::tick`].
     pub fn postpone(&self, end_ns: u64) {
         self.state().end_ns.store(end_ns, Ordering::Release);
+    }
+
+    /// Leaves pinned objects for the next vnetd when the last reference to this is dropped.
+    pub fn leave(&self) {
+        self.left.store(true, Ordering::Relaxed);
     }
 
     /// Detaches programs from devices of a vnetd that has died and that are not attached again, and lists these devices. Devices of
@@ -419,7 +436,10 @@ impl Kernel {
 impl Drop for Kernel {
     /// A vnetd that is stopped on purpose leaves nothing behind.
     fn drop(&mut self) {
-        if let Ok(pins) = &self.pins {
+        if *self.left.get_mut() {
+            return;
+        }
+        if let Ok(pins) = std::mem::replace(&mut self.pins, Err(String::new())) {
             pins.remove();
         }
     }

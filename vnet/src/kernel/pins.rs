@@ -21,13 +21,12 @@ use std::time::Duration;
 use rustix::fs::{FlockOperation, flock, statfs};
 use rustix::net::{AddressFamily, SocketType, socket};
 
+use crate::listen::until;
+
 /// linux/magic.h
 const BPF_FS_MAGIC: u64 = 0xcafe_4a11;
 /// asm-generic/socket.h, since Linux 5.14.
 const SO_NETNS_COOKIE: libc::c_int = 71;
-/// Attempts to lock a folder, and the pause after each.
-const LOCK_TRIES: u32 = 100;
-const LOCK_PAUSE: Duration = Duration::from_millis(10);
 /// Prefixes of the links' files.
 const LINK: &str = "link-";
 const UNDERLAY: &str = "underlay-";
@@ -72,7 +71,9 @@ pub(super) struct Pins {
     maps: PathBuf,
     /// True if the maps existed, with the flows of a vnetd that has died.
     pub(super) adopted: bool,
-    _lock: File,
+    lock: File,
+    /// The BPF file system if this vnetd has mounted it.
+    mounted: Option<PathBuf>,
 }
 
 impl Pins {
@@ -81,11 +82,13 @@ impl Pins {
     /// # Errors
     /// The reason why nothing can be pinned.
     pub(super) fn open(options: &PinOptions, object: &[u8]) -> io::Result<Pins> {
-        mount(&options.bpffs)?;
+        let mounted = mount(&options.bpffs)?.then(|| options.bpffs.clone());
         let folder = options.folder()?;
         std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&folder)?;
         let lock = File::open(&folder)?;
-        flock(&lock, FlockOperation::NonBlockingLockExclusive).map_err(|_| {
+        // A vnetd that is just dying holds the lock for a moment.
+        let locked = until(|| flock(&lock, FlockOperation::NonBlockingLockExclusive), |_| true);
+        locked.map_err(|_| {
             io::Error::other(format!("another vnetd of this host's name uses '{}'", folder.display()))
         })?;
         let mut hasher = DefaultHasher::new();
@@ -97,7 +100,7 @@ impl Pins {
             std::fs::remove_dir_all(other)?;
         }
         std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&maps)?;
-        let pins = Pins { folder, maps, adopted, _lock: lock };
+        let pins = Pins { folder, maps, adopted, lock, mounted };
         if !adopted {
             // Nobody ends the flows that these programs follow.
             pins.underlay_devices()
@@ -137,11 +140,21 @@ impl Pins {
         entries(&self.folder).into_iter().flatten().filter_map(device).collect()
     }
 
-    /// Removes all pins.
-    pub(super) fn remove(&self) {
+    /// Removes all pins, and the file system if this vnetd has mounted it and nobody else has pinned anything there.
+    pub(super) fn remove(self) {
+        let Pins { folder, lock, mounted, .. } = self;
         // Remaining objects are harmless: the next vnetd adopts or removes them.
-        if let Err(error) = std::fs::remove_dir_all(&self.folder) {
-            tracing::warn!("cannot remove '{}': {error}", self.folder.display());
+        if let Err(error) = std::fs::remove_dir_all(&folder) {
+            tracing::warn!("cannot remove '{}': {error}", folder.display());
+        }
+        // It is not empty if another vnetd runs on this host.
+        let _ = folder.parent().map(std::fs::remove_dir);
+        // An open file would keep the file system mounted.
+        drop(lock);
+        if let Some(bpffs) = mounted
+            && entries(&bpffs).is_ok_and(|mut entries| entries.next().is_none())
+        {
+            unmount(&bpffs);
         }
     }
 }
@@ -150,8 +163,8 @@ fn entries(folder: &Path) -> io::Result<impl Iterator<Item = PathBuf> + use<>> {
     Ok(std::fs::read_dir(folder)?.flatten().map(|entry| entry.path()))
 }
 
-/// Mounts a bpffs at `folder` unless it is one.
-fn mount(folder: &Path) -> io::Result<()> {
+/// Mounts a bpffs at `folder` unless it is one; true if it was not.
+fn mount(folder: &Path) -> io::Result<bool> {
     let fail = |error: io::Error| {
         let place = folder.display();
         io::Error::other(format!(
@@ -160,21 +173,18 @@ fn mount(folder: &Path) -> io::Result<()> {
     };
     let is_bpffs = || statfs(folder).is_ok_and(|stat| stat.f_type as u64 & 0xffff_ffff == BPF_FS_MAGIC);
     if is_bpffs() {
-        return Ok(());
+        return Ok(false);
     }
-    std::fs::create_dir_all(folder).map_err(fail)?;
+    if !folder.is_dir() {
+        let place = folder.display();
+        return Err(io::Error::other(format!("directory '{place}' is not there; make it, or change bpffs")));
+    }
     // A second mount would hide the objects that another vnetd has pinned in the first. Any process that can read the folder can
     // lock it, so the wait is bounded.
     let lock = File::open(folder).map_err(fail)?;
-    let locked = (0..LOCK_TRIES).any(|_| {
-        let locked = flock(&lock, FlockOperation::NonBlockingLockExclusive).is_ok();
-        if !locked {
-            std::thread::sleep(LOCK_PAUSE);
-        }
-        locked
-    });
+    let locked = until(|| flock(&lock, FlockOperation::NonBlockingLockExclusive), |_| true).is_ok();
     if is_bpffs() {
-        return Ok(());
+        return Ok(false);
     }
     if !locked {
         return Err(fail(io::Error::other("another process has locked it")));
@@ -184,7 +194,14 @@ fn mount(folder: &Path) -> io::Result<()> {
     let done = unsafe {
         libc::mount(c"bpf".as_ptr(), path.as_ptr(), c"bpf".as_ptr(), 0, c"mode=0700".as_ptr().cast())
     };
-    if done < 0 { Err(fail(io::Error::last_os_error())) } else { Ok(()) }
+    if done < 0 { Err(fail(io::Error::last_os_error())) } else { Ok(true) }
+}
+
+/// Unmounts an empty file system. A child of this process may have inherited a file of it until it executes its program.
+fn unmount(folder: &Path) {
+    let Ok(path) = std::ffi::CString::new(folder.as_os_str().as_encoded_bytes()) else { return };
+    // SAFETY: the path is a zero-terminated string that lives across the call.
+    unsafe { libc::umount2(path.as_ptr(), libc::MNT_DETACH) };
 }
 
 /// Cookie of the calling thread's network namespace.

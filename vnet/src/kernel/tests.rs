@@ -305,8 +305,8 @@ impl Bpffs {
 
     /// Entries of this host's folder, sorted.
     fn entries(&self) -> Vec<String> {
-        let host = std::fs::read_dir(self.0.path().join("vnet")).unwrap().next();
-        let Some(host) = host else { return vec![] };
+        let Ok(mut hosts) = std::fs::read_dir(self.0.path().join("vnet")) else { return vec![] };
+        let Some(host) = hosts.next() else { return vec![] };
         let names = std::fs::read_dir(host.unwrap().path()).unwrap();
         let mut names: Vec<_> =
             names.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
@@ -342,9 +342,31 @@ fn pinned_maps_have_one_owner_and_one_version() {
     assert_ne!(entries, older, "the older maps are gone");
     let second = Kernel::load(Some(&options)).unwrap();
     assert!(second.adoptable().unwrap_err().contains("another vnetd"), "locked");
+    first.leave();
     drop((first, second));
-    assert_eq!(bpffs.entries(), [""; 0], "nothing is left");
-    assert!(!options.exist());
+    assert_eq!(bpffs.entries(), entries, "left for the next vnetd");
+    drop(Kernel::load(Some(&options)).unwrap());
+    assert!(!options.exist() && !options.bpffs.join("vnet").exists(), "nothing is left");
+}
+
+#[test]
+fn a_mounted_bpffs_goes_with_vnetd_and_a_missing_folder_is_not_made() {
+    if kernel().is_none() {
+        return;
+    }
+    let bpffs = Bpffs(tempfile::tempdir().unwrap());
+    let options = bpffs.options();
+    let device = |path: &std::path::Path| rustix::fs::stat(path).unwrap().st_dev;
+    let before = device(&options.bpffs);
+    let kernel = Kernel::load(Some(&options)).unwrap();
+    assert!(kernel.adoptable().is_ok() && device(&options.bpffs) != before);
+    drop(kernel);
+    assert_eq!(device(&options.bpffs), before, "unmounted");
+    let missing = PinOptions { bpffs: options.bpffs.join("none/bpf"), ..options };
+    let kernel = Kernel::load(Some(&missing)).unwrap();
+    assert!(kernel.adoptable().unwrap_err().contains("/none/bpf' is not there"));
+    drop(kernel);
+    assert!(!missing.bpffs.parent().unwrap().exists());
 }
 
 #[test]

@@ -18,6 +18,7 @@ use super::socket::udp::{Socket, set};
 use super::vxlan::send::VxlanSender;
 use super::vxlan::source_ports::SourcePorts;
 use crate::frame::{DropSink, Selection};
+use crate::listen::until_free;
 use crate::stats::{DropReason, PortStats};
 use crate::wire::native::HOPS_MAX;
 
@@ -38,8 +39,8 @@ pub struct Bridge {
 impl Bridge {
     /// Makes the bridges of one host listen for VXLAN on `listen`. They share the port as in [`Bridge::bind_group`].
     pub fn add_vxlan(bridges: &mut [Bridge], listen: SocketAddr) -> Result<(), BridgeError> {
-        let failed = |error| BridgeError::new(listen, error);
-        drop(Socket::bind(listen, false).map_err(failed)?);
+        let failed = |error| BridgeError::new("[bridge] vxlan_listen", listen, error);
+        drop(until_free(|| Socket::bind(listen, false)).map_err(failed)?);
         let shared = bridges.len() > 1;
         for (index, bridge) in bridges.iter_mut().enumerate() {
             let socket = Arc::new(Socket::bind(listen, shared).map_err(failed)?);

@@ -60,6 +60,11 @@ impl Peers {
         self.links.get(*self.by_host.get(&normalised(source).ip())?)
     }
 
+    /// True if a link takes datagrams from `source`.
+    pub fn knows(&self, source: SocketAddr) -> bool {
+        self.link(source).or_else(|| self.host(source)).is_some() || self.vtep(source).is_some()
+    }
+
     /// The link to which a datagram of unknown source belongs if it is the keepalive that it claims to be. Not authenticated yet.
     pub(super) fn tagged(&self, datagram: &[u8]) -> Option<&Arc<Link>> {
         self.links.get(self.sources.tagged(datagram)?)

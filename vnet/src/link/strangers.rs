@@ -27,11 +27,17 @@ impl Strangers {
         now_ms: u64,
         bridge: &PortStats,
     ) {
+        if bridge.last_stranger.is_silent() {
+            return;
+        }
         if let Some(datagrams) = self.line(source, datagrams, now_ms) {
             bridge.last_stranger.note(source);
+            let what = match datagrams {
+                1 => "a datagram from an address that no link has (unknown_source):".into(),
+                n => format!("{n} datagrams from addresses that no link has (unknown_source), the last from"),
+            };
             tracing::warn!(
-                "{datagrams} datagrams from addresses that no link has (unknown_source), the last from {source}: if that is a \
-                 host of the overlay, write its address and port as the remote of a [[link]]"
+                "{what} {source}: if that is a host of the overlay, write its address and port as the remote of a [[link]]"
             );
         }
     }

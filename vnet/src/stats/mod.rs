@@ -5,7 +5,7 @@
 //! frame into the core is discarded under one reason, outside that sum.
 
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
 use parking_lot::Mutex;
 
@@ -189,9 +189,19 @@ impl LastSender {
 
 /// The source of datagrams that is no link's remote, as the log told it last: about once a second, so a lock does no harm.
 #[derive(Default, Debug)]
-pub struct LastStranger(Mutex<Option<(SocketAddr, u64)>>);
+pub struct LastStranger(Mutex<Option<(SocketAddr, u64)>>, AtomicBool);
 
 impl LastStranger {
+    /// Reports no further strangers: vnetd is stopping, and without its links every peer is one.
+    pub fn silence(&self) {
+        self.1.store(true, Relaxed);
+    }
+
+    /// True after [`LastStranger::silence`].
+    pub fn is_silent(&self) -> bool {
+        self.1.load(Relaxed)
+    }
+
     /// Notes a source.
     #[cold]
     pub fn note(&self, source: SocketAddr) {

@@ -31,7 +31,7 @@ const FRAME_WAY: [&str; 5] = ["source.rs", "interface", "dispatch", "link", "ker
 const LONG_FUNCTIONS: [(&str, &str, &str); 0] = [];
 
 /// The rooms of the data plane that each room may name. `wire` may name no room, `dispatch` all of them.
-const ROOMS: [(&str, &[&str]); 16] = [
+const ROOMS: [(&str, &[&str]); 17] = [
     ("wire", &[]),
     ("poll", &[]),
     ("stats", &[]),
@@ -40,13 +40,14 @@ const ROOMS: [(&str, &[&str]); 16] = [
     ("unix", &[]),
     ("netlink", &[]),
     ("log_limit", &[]),
+    ("listen", &[]),
     ("frame", &["wire", "scratch", "copy", "stats"]),
     ("source", &["frame", "poll", "wire"]),
     ("interface", &["source", "frame", "wire", "poll", "stats", "unix", "netlink", "copy", "log_limit"]),
     ("route", &["frame", "wire", "stats", "log_limit"]),
-    ("link", &["source", "frame", "wire", "poll", "stats", "netlink", "scratch", "log_limit"]),
+    ("link", &["source", "frame", "wire", "poll", "stats", "netlink", "scratch", "log_limit", "listen"]),
     ("capture", &["frame", "wire", "stats"]),
-    ("kernel", &["frame", "wire", "stats"]),
+    ("kernel", &["frame", "wire", "stats", "listen"]),
     (
         "dispatch",
         &["source", "frame", "wire", "poll", "stats", "interface", "route", "link", "capture", "kernel"],

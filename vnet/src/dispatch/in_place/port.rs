@@ -28,7 +28,8 @@ pub struct UnderlayPort {
 impl UnderlayPort {
     /// Binds `address`. Nothing is received before [`UnderlayPort::aim`].
     pub fn bind(address: SocketAddr) -> Result<Arc<UnderlayPort>, BridgeError> {
-        let socket = Socket::bind(address, false).map_err(|error| BridgeError::new(address, error))?;
+        let socket =
+            Socket::bind(address, false).map_err(|error| BridgeError::new("direct_port", address, error))?;
         Ok(Arc::new(UnderlayPort { socket: Arc::new(socket), peer: Mutex::new(None) }))
     }
 

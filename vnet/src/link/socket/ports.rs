@@ -29,21 +29,23 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use super::udp::Socket;
+use crate::listen::until;
 
 /// Maximum number of attempts to get consecutive free ports when the kernel chooses the first one.
 const TRIES: usize = 32;
 
-/// Error when the bridge cannot listen.
+/// The setting that names the bridge's address.
+const LISTEN: &str = "[bridge] listen";
+
+/// Error when the bridge cannot listen. The first two have the setting that names the address.
 #[derive(Debug, thiserror::Error)]
 pub enum BridgeError {
     /// The port is in use.
-    #[error(
-        "cannot listen on {0}: address already in use; is another vnetd running? choose another [bridge] listen"
-    )]
-    InUse(SocketAddr),
+    #[error("cannot listen on {0}: address already in use; is another vnetd running? choose another {1}")]
+    InUse(SocketAddr, &'static str),
     /// The address does not belong to this host.
-    #[error("cannot listen on {0}: not an address of this host; choose another [bridge] listen")]
-    NotHere(SocketAddr),
+    #[error("cannot listen on {0}: not an address of this host; choose another {1}")]
+    NotHere(SocketAddr, &'static str),
     /// The port is privileged, and the process lacks the privilege.
     #[error("cannot listen on {0}: permission denied; run vnetd as root or choose a port above 1023")]
     Denied(SocketAddr),
@@ -53,10 +55,11 @@ pub enum BridgeError {
 }
 
 impl BridgeError {
-    pub(crate) fn new(listen: SocketAddr, error: io::Error) -> BridgeError {
+    /// `key` is the setting that names the address.
+    pub(crate) fn new(key: &'static str, listen: SocketAddr, error: io::Error) -> BridgeError {
         match error.raw_os_error() {
-            Some(libc::EADDRINUSE) => BridgeError::InUse(listen),
-            Some(libc::EADDRNOTAVAIL) => BridgeError::NotHere(listen),
+            Some(libc::EADDRINUSE) => BridgeError::InUse(listen, key),
+            Some(libc::EADDRNOTAVAIL) => BridgeError::NotHere(listen, key),
             Some(libc::EACCES | libc::EPERM) => BridgeError::Denied(listen),
             _ => BridgeError::Other(listen, error),
         }
@@ -70,10 +73,13 @@ pub(in crate::link) fn bind_group(
     ports: u16,
     dispatchers: usize,
 ) -> Result<Vec<Vec<Arc<Socket>>>, BridgeError> {
-    let tries = if listen.port() == 0 && ports > 1 { TRIES } else { 1 };
+    let in_use = |error: &BridgeError| matches!(error, BridgeError::InUse(..));
+    if listen.port() != 0 {
+        return until(|| bind_all(listen, ports, dispatchers), in_use);
+    }
     let mut sockets = bind_all(listen, ports, dispatchers);
-    for _ in 1..tries {
-        if !matches!(sockets, Err(BridgeError::InUse(_))) {
+    for _ in 1..TRIES {
+        if !sockets.as_ref().is_err_and(in_use) {
             break;
         }
         sockets = bind_all(listen, ports, dispatchers);
@@ -96,7 +102,7 @@ fn bind_all(
     let first = bind(listen, shared)?;
     let listen = first.local();
     if shared && ports > 1 {
-        first.receive_alone().map_err(|error| BridgeError::new(listen, error))?;
+        first.receive_alone().map_err(|error| BridgeError::new(LISTEN, listen, error))?;
     }
     let mut all = vec![vec![first]];
     while all.len() < dispatchers {
@@ -113,5 +119,5 @@ fn bind_all(
 }
 
 pub(in crate::link) fn bind(listen: SocketAddr, shared: bool) -> Result<Arc<Socket>, BridgeError> {
-    Socket::bind(listen, shared).map(Arc::new).map_err(|error| BridgeError::new(listen, error))
+    Socket::bind(listen, shared).map(Arc::new).map_err(|error| BridgeError::new(LISTEN, listen, error))
 }

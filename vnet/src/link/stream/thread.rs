@@ -22,6 +22,7 @@ use super::accept::{Newcomer, install, listening, owner_of};
 use super::connections::{DIALED, Stream};
 use super::dial::{Backoff, Dial, DialError, Progress};
 use crate::link::{Link, normalised};
+use crate::listen::until_free;
 use crate::poll::Poller;
 use crate::stats::{DiscardReason, PortStats};
 
@@ -73,7 +74,7 @@ impl Streams {
         let (mut listener, mut address) = (None, None);
         if let Some(at) = listen {
             let failed = |error| StreamsError::Listen(at, error);
-            let socket = listening(at).map_err(failed)?;
+            let socket = until_free(|| listening(at)).map_err(failed)?;
             poller.waker(LISTENER).watch(&socket).map_err(failed)?;
             address = Some(socket.local_addr().map_err(failed)?);
             listener = Some(socket);

@@ -509,11 +509,14 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, IdentityErr
 }
 
 fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, IdentityError> {
+    // A certificate named as the key may be public.
+    let key = PrivateKeyDer::from_pem_slice(&read(path)?)
+        .map_err(|_| IdentityError::Empty(path.into(), "private key"))?;
     let meta = fs::metadata(path).map_err(|error| IdentityError::Read(path.into(), error))?;
     if meta.permissions().mode() & 0o007 != 0 {
         return Err(IdentityError::Exposed(path.into()));
     }
-    PrivateKeyDer::from_pem_slice(&read(path)?).map_err(|_| IdentityError::Empty(path.into(), "private key"))
+    Ok(key)
 }
 
 /// Bytes in hexadecimal.

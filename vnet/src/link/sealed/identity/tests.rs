@@ -72,6 +72,14 @@ fn errors_name_the_bad_file() {
         let error = Identity::load(&files, "h1").map(|_| ()).unwrap_err().to_string();
         assert!(error.contains(what) && error.lines().count() == 1, "{error}");
     }
+    fs::set_permissions(&good.certificate, fs::Permissions::from_mode(0o644)).unwrap();
+    let swapped =
+        IdentityFiles { certificate: good.key.clone(), key: good.certificate.clone(), ..good.clone() };
+    let error = Identity::load(&swapped, "h1").map(|_| ()).unwrap_err().to_string();
+    assert!(error.contains("holds no") && !error.contains("everybody"), "{error}");
+    let public = IdentityFiles { key: good.certificate.clone(), ..good.clone() };
+    let error = Identity::load(&public, "h1").map(|_| ()).unwrap_err().to_string();
+    assert!(error.contains("h1.pem' holds no private key"), "{error}");
     fs::set_permissions(&good.key, fs::Permissions::from_mode(0o644)).unwrap();
     let error = Identity::load(&good, "h1").map(|_| ()).unwrap_err();
     assert!(matches!(error, IdentityError::Exposed(_)), "{error}");

@@ -31,6 +31,7 @@ use super::identity::tls::{Channel, HandshakeError};
 use super::session::Seal;
 use crate::link::Link;
 use crate::link::socket::udp;
+use crate::listen::until_free;
 
 mod answering;
 mod initiating;
@@ -149,7 +150,8 @@ impl Keeper {
     /// Listens and starts the threads, without links.
     pub fn start(options: KeeperOptions) -> Result<Keeper, KeeperError> {
         let listen = options.listen;
-        let listener = TcpListener::bind(listen).map_err(|error| KeeperError::Listen(listen, error))?;
+        let listener =
+            until_free(|| TcpListener::bind(listen)).map_err(|error| KeeperError::Listen(listen, error))?;
         let prepared = listener.set_nonblocking(true).and_then(|()| udp::answer_briefly(&listener));
         prepared.map_err(|error| KeeperError::Listen(listen, error))?;
         let state = Arc::new(KeeperState::new(options));
