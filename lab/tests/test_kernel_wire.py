@@ -1,23 +1,32 @@
-"""The wire: known flows between containers of two hosts pass in the kernel, and by vnetd where they cannot."""
+"""The wire: known flows between containers of two hosts pass in the kernel, and by vnetd where they cannot.
 
+The first host also has a virtual machine at a TAP, by kind local, whose known flows the kernel forwards, too.
+"""
+
+import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from kernel_host import Host, devices
 
-from vnetlab.run import run, wait_until
+from vnetlab.run import LabError, run, wait_until
 
 PREFIX = f"kw{os.getpid()}"
 HOSTS = [f"{PREFIX}h1", f"{PREFIX}h2"]
 CONTAINERS = [f"{PREFIX}c1", f"{PREFIX}c2"]
 BEHIND = f"{PREFIX}c3"
 """A namespace that the second container is the router of."""
+MACHINE = f"{PREFIX}vm"
+MACHINE_ADDRESS, MACHINE_MAC = "10.78.0.3", "52:54:00:78:00:03"
+PROGRAM = Path(__file__).parent / "programs/tap_guest.py"
 ADDRESSES = ["10.78.0.1", "10.78.0.2"]
 MACS = ["52:54:00:78:00:01", "52:54:00:78:00:02"]
 UNDERLAY = {4: ["192.0.2.1", "192.0.2.2"], 6: ["2001:db8::1", "2001:db8::2"]}
@@ -65,7 +74,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
             if host.daemon and host.daemon.poll() is None:
                 host.end(signal.SIGKILL)
             host.unmount_bpffs()
-        for namespace in (*HOSTS, *CONTAINERS, BEHIND):
+        for namespace in (*HOSTS, *CONTAINERS, BEHIND, MACHINE):
             subprocess.run(["ip", "netns", "delete", namespace], check=False, capture_output=True)
 
 
@@ -77,9 +86,15 @@ def start(host: Host, index: int) -> None:
 
 def ping(count: int, *options: str) -> int:
     """Answers to pings from the first host's container to the second's."""
-    words = ["ip", "netns", "exec", CONTAINERS[0], "ping", "-n", "-q", "-c", str(count), "-i", "0.01", *options]
-    done = subprocess.run([*words, ADDRESSES[1]], check=False, capture_output=True, text=True)
-    return int(re.search(r"(\d+) received", done.stdout)[1])
+    return ping_from(CONTAINERS[0], ADDRESSES[1], count, *options)
+
+
+def ping_from(namespace: str, address: str, count: int, *options: str) -> int:
+    """Answers to pings from a namespace to an address."""
+    words = ["ip", "netns", "exec", namespace, "ping", "-n", "-q", "-c", str(count), "-i", "0.01", *options, address]
+    done = subprocess.run(words, check=False, capture_output=True, text=True)
+    answered = re.search(r"(\d+) received", done.stdout)
+    return int(answered[1]) if answered else 0
 
 
 def ping_by_vnetd(host: Host) -> int:
@@ -108,13 +123,13 @@ def carried(host: Host) -> int:
     return link["stats64"]["rx"]["packets"] + link["stats64"]["tx"]["packets"]
 
 
-def transfer(server: str, address: str) -> None:
-    """Sends 100 MB by TCP from the first host's container."""
+def transfer(server: str, address: str, client: str = CONTAINERS[0], amount: str = "100M") -> None:
+    """Sends an amount of bytes by TCP, from the first host's container by default."""
     words = ["ip", "netns", "exec", server, "iperf3", "--server", "--one-off"]
     with subprocess.Popen(words, stdout=subprocess.DEVNULL) as process:
         listening = ["ip", "netns", "exec", server, "ss", "-Hltn", "sport = :5201"]
         wait_until("iperf3 to listen", lambda: run(listening) != "", 20)
-        run(["ip", "netns", "exec", CONTAINERS[0], "iperf3", "--client", address, "--bytes", "100M"])
+        run(["ip", "netns", "exec", client, "iperf3", "--client", address, "--bytes", amount])
         assert process.wait(20) == 0
 
 
@@ -230,6 +245,123 @@ def test_what_a_container_forwards_passes_the_device(hosts: list[Host]):
     assert moved[1] < moved[0] / 5
     assert carried(hosts[1]) - before >= moved[0] / 2
     hosts[1].balance()
+
+
+@contextlib.contextmanager
+def machine_running(host: Host) -> Iterator[None]:
+    """A virtual machine at a TAP that another program creates and removes with itself, as QEMU does."""
+    words = ["ip", "netns", "exec", host.namespace, sys.executable, str(PROGRAM), "vm0", MACHINE, "eth0"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as program:
+        program.stdout.readline()
+        run(["ip", "-n", MACHINE, "link", "set", "eth0", "address", MACHINE_MAC])
+        run(["ip", "-n", MACHINE, "address", "add", f"{MACHINE_ADDRESS}/24", "dev", "eth0"])
+        for namespace, device in ((MACHINE, "eth0"), (host.namespace, "vm0")):
+            run(["ip", "-n", namespace, "link", "set", device, "up"])
+        yield
+        program.stdin.close()
+        assert program.wait(10) == 0
+
+
+@pytest.fixture
+def machine(hosts: list[Host]) -> Iterator[Host]:
+    """The first host, with a virtual machine that has been restarted."""
+    host = hosts[0]
+    config = host.directory / "vnet.toml"
+    text = config.read_text()
+    config.write_text(text + '[[interface]]\nname = "vm"\nkind = "local"\ndevice = "vm0"\n')
+    run(["ip", "netns", "add", MACHINE])
+    with machine_running(host):
+        with pytest.raises(LabError, match='kind = "local" takes a TAP'):
+            host.vnet("interface", "add", "vm", "--kind", "tap", "--device", "vm0")
+        host.vnet("interface", "add", "vm", "--kind", "local", "--device", "vm0")
+    with machine_running(host):
+        for address in ADDRESSES:
+            wait_until("a container's answer", lambda to=address: ping_from(MACHINE, to, 1, "-w", "1") == 1, 60)
+        assert [port["path"] for port in host.ask("interface", "list")] == ["kernel", "kernel"]
+        yield host
+    config.write_text(text)
+    if any(port["name"] == "vm" for port in host.ask("interface", "list")):
+        host.vnet("interface", "del", "vm")
+    run(["ip", "netns", "delete", MACHINE])
+    wait_for_wire(hosts)
+
+
+def dispatched(host: Host, work: Callable[[], object]) -> int:
+    """Frames that a host's dispatchers have forwarded during `work`."""
+    before = host.frames()[1]
+    work()
+    host.balance()
+    return host.frames()[1] - before
+
+
+def test_a_machine_at_a_tap(hosts: list[Host], machine: Host):
+    """Its known flows pass no dispatcher, on its host and to another one; the host itself uses the TAP as before."""
+    answered = []
+    for address in ADDRESSES:
+        ping_from(MACHINE, address, 20)
+        moved = dispatched(machine, lambda to=address: answered.append(ping_from(MACHINE, to, 300)))
+        assert moved < 60, "what ARP and IPv6 need"
+        trace = machine.ask("trace", MACHINE_MAC, MACS[ADDRESSES.index(address)])
+        assert 0 < trace["kernel_ms"] <= 2000
+    assert answered == [300, 300]
+    for client, server, address in (
+        (CONTAINERS[0], MACHINE, MACHINE_ADDRESS),
+        (MACHINE, CONTAINERS[0], ADDRESSES[0]),
+        (CONTAINERS[1], MACHINE, MACHINE_ADDRESS),
+        (MACHINE, CONTAINERS[1], ADDRESSES[1]),
+    ):
+        assert dispatched(machine, lambda path=(server, address, client): transfer(*path, "20M")) < 150
+        hosts[1].balance()
+    # Fragments of what exceeds the MTU, and broadcasts, which vnetd floods to both containers.
+    assert ping_from(MACHINE, ADDRESSES[1], 10, "-s", "8800") == 10
+    for namespace in CONTAINERS:
+        run(["ip", "netns", "exec", namespace, "sysctl", "-qw", "net.ipv4.icmp_echo_ignore_broadcasts=0"])
+    words = ["ip", "netns", "exec", MACHINE, "ping", "-n", "-b", "-c", "5", "-i", "0.1", "-w", "2", "10.78.0.255"]
+    text = subprocess.run(words, check=False, capture_output=True, text=True).stdout
+    assert all(f"from {address}" in text for address in ADDRESSES), text
+    for namespace, device, address in ((MACHINE, "eth0", "10.79.1.2"), (machine.namespace, "vm0", "10.79.1.1")):
+        run(["ip", "-n", namespace, "address", "add", f"{address}/24", "dev", device])
+    assert ping_from(MACHINE, "10.79.1.1", 20) == 20
+    assert ping_from(machine.namespace, "10.79.1.2", 20) == 20
+    machine.balance()
+
+
+def test_a_machines_flows_outlive_vnetd(machine: Host):
+    """A vnetd is killed and started again under pings every 5 ms; when it ends on purpose, the TAP is as it was."""
+    for address in (MACHINE_ADDRESS, ADDRESSES[1]):
+        assert ping_from(CONTAINERS[0] if address == MACHINE_ADDRESS else MACHINE, address, 20) == 20
+    pings = [
+        subprocess.Popen(
+            ["ip", "netns", "exec", MACHINE, "ping", "-n", "-q", "-i", "0.005", "-W", "5", address],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for address in ADDRESSES
+    ]
+    try:
+        time.sleep(1)
+        machine.end(signal.SIGKILL)
+        time.sleep(0.5)
+        machine.start()
+        traces = lambda: [machine.ask("trace", MACHINE_MAC, mac) for mac in MACS]  # noqa: E731
+        wait_until("the kernel to forward again", lambda: all(trace.get("kernel_ms") for trace in traces()), 60)
+    finally:
+        for each in pings:
+            each.send_signal(signal.SIGINT)
+        texts = [each.communicate(timeout=30)[0] for each in pings]
+    for text in texts:
+        sent = int(re.search(r"(\d+) packets transmitted", text)[1])
+        # The last one may be on its way.
+        assert sent - int(re.search(r"(\d+) received", text)[1]) <= 1, text
+        assert "duplicates" not in text
+    machine.balance()
+    assert machine.end(signal.SIGTERM) == 0
+    assert devices(machine.namespace) == ["lo", "eth0", "vm0"]
+    (tap,) = json.loads(run(["ip", "-n", machine.namespace, "-details", "-json", "link", "show", "vm0"]))
+    assert (tap["promiscuity"], tap["allmulti"]) == (0, 0)
+    assert run(["tc", "-n", machine.namespace, "qdisc", "show", "dev", "vm0", "clsact"]) == ""
+    assert list((machine.directory / "bpf/vnet").iterdir()) == []
+    start(machine, 0)
 
 
 def created_fragments() -> int:

@@ -19,7 +19,7 @@ UNKNOWN = "52:54:00:ff:ff:01"
 @pytest.fixture(scope="module")
 def topology(make_lab: MakeLab) -> Topology:
     """Two hosts; the first one has a veth to a LAN with one station, h1c77."""
-    topology = make_lab(vms=0)
+    topology = make_lab(vms=0, container="veth")
     host, station = topology.hosts[0], lan(topology)
     underlay.add_namespace(station.namespace)
     inside = ["ip", "-n", station.namespace]
@@ -42,6 +42,25 @@ def test_station_and_guest_reach_each_other(topology: Topology, name: str):
     assert reaches(guest, station.address, "-s", "1472", "-M", "do")
     assert measure.throughput(station, guest, seconds=1) > TCP_BPS_MIN
     assert measure.throughput(guest, station, seconds=1) > TCP_BPS_MIN
+
+
+def test_known_flows_pass_no_dispatcher(topology: Topology):
+    """The kernel forwards between the LAN and this host's container; the host keeps its own address on the LAN."""
+    host, station, guest = topology.hosts[0], lan(topology), topology.find("h1c1")
+    (port_is,) = (each for each in daemon.ask(host, "interface", "list") if each["name"] == "lan")
+    assert port_is["path"] == "kernel", port_is
+    wait_for_path(station, guest.address)
+    assert reaches(guest, station.address)
+    forwarded = lambda: sum(each["frames"] for each in settled(host)["dispatchers"])  # noqa: E731
+    before, came = forwarded(), port(settled(host), "interface", "lan")["in_frames"]
+    for source, destination in ((station, guest), (guest, station)):
+        assert "100 received" in machine.execute(source, "ping", "-n", "-c", "100", "-i", "0.01", destination.address)
+        assert frames_seen(source, destination, own_mac(destination), count=20, vlan=5) == 20
+    assert forwarded() - before < 120, "the kernel forwards"
+    assert port(settled(host), "interface", "lan")["in_frames"] - came >= 220
+    run(["ip", "-n", host.namespace, "address", "add", "10.79.0.1/24", "dev", "eth1"])
+    run(["ip", "-n", station.namespace, "address", "add", "10.79.0.2/24", "dev", "eth0"])
+    assert reaches(station, "10.79.0.1")
 
 
 def test_no_frame_is_duplicated(topology: Topology):
@@ -107,13 +126,15 @@ def test_every_frame_is_accounted_for(topology: Topology):
 
 
 def test_bursts_of_the_lan_obey_the_limit(topology: Topology):
-    """With `burst = 1` every batch has one frame, however many are queued."""
+    """With `burst = 1` every batch has one frame, however many are queued. vnetd forwards all frames of the LAN."""
     host, station, guest = topology.hosts[0], lan(topology), topology.find("h1c1")
     config = host.file(".toml")
     config.write_text(config.read_text() + "\n[dispatch]\nburst = 1\n")
     process.stop(host.file(".pid"))
     lab.start_daemon(topology, host)
-    daemon.vnet(host, "interface", "add", "lan", "--kind", "local", "--device", "eth1")
+    daemon.vnet(host, "interface", "add", "lan", "--kind", "local", "--device", "eth1", "--kernel-path", "off")
+    (lan_is,) = (each for each in daemon.ask(host, "interface", "list") if each["name"] == "lan")
+    assert (lan_is["path"], lan_is["path_reason"]) == ("vnetd", "its kernel_path is off")
     run(["ip", "-n", guest.namespace, "address", "replace", f"{guest.address}/16", "dev", "eth0"])
     wait_for_path(station, guest.address)
     assert measure.throughput(station, guest, seconds=1) > TCP_BPS_MIN / 10, "one frame a system call"
@@ -127,18 +148,23 @@ def unsubscribed(host: Node) -> int:
 
 
 def broadcasts_seen(source: Node, destination: Node, count: int, vlan: int = 0) -> int:
-    """Sends broadcasts from one node, tagged or not; returns how many another node receives with that tag."""
+    """Sends broadcasts as `frames_seen` does."""
+    return frames_seen(source, destination, "ff:ff:ff:ff:ff:ff", count, vlan)
+
+
+def frames_seen(source: Node, destination: Node, to: str, count: int, vlan: int = 0) -> int:
+    """Sends frames from one node, tagged or not; returns how many another node receives with that tag."""
     capture = destination.file(".capture")
     tag = f"vlan {vlan} and " if vlan else ""
     # Use a short snap length: with the default one, tcpdump's buffer has room for only 32 frames.
     words = ["tcpdump", "-n", "-e", "-l", "-s", "96", "--immediate-mode", "-i", "eth0", f"{tag}ether proto 0x88b5"]
     process.start(machine.namespace_command(destination, words), destination.file(".tcpdump"), capture)
     wait_for(lambda: "listening on" in capture.read_text())
-    send(source, "ff:ff:ff:ff:ff:ff", count, vlan)
-    wait_for(lambda: capture.read_text().count("> ff:ff") >= count)
+    send(source, to, count, vlan)
+    wait_for(lambda: capture.read_text().count(f"> {to}") >= count)
     time.sleep(0.2)
     process.stop(destination.file(".tcpdump"))
-    seen = capture.read_text().count("> ff:ff")
+    seen = capture.read_text().count(f"> {to}")
     capture.unlink()
     return seen
 
@@ -148,11 +174,16 @@ def wait_for(condition: Callable[[], bool]) -> None:
     wait_until("the test's condition", condition, 5)
 
 
+def own_mac(node: Node) -> str:
+    """MAC address of a node's device."""
+    found = re.search(r"link/ether (\S+)", machine.execute(node, "ip", "link", "show", "eth0"))
+    assert found
+    return found[1]
+
+
 def send(node: Node, destination: str, count: int, vlan: int = 0) -> None:
     """Sends frames of an experimental EtherType from a node's device."""
-    own = re.search(r"link/ether (\S+)", machine.execute(node, "ip", "link", "show", "eth0"))
-    assert own
-    addresses = bytes.fromhex((destination + own[1]).replace(":", ""))
+    addresses = bytes.fromhex((destination + own_mac(node)).replace(":", ""))
     tag = b"\x81\x00" + vlan.to_bytes(2) if vlan else b""
     frame = (addresses + tag + b"\x88\xb5").ljust(64, b"\xa5")
     script = (

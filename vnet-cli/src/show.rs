@@ -170,14 +170,14 @@ pub fn interfaces(interfaces: &Vec<Interface>) -> String {
             (socket, ..) => socket.into(),
         };
         let mut notes: Vec<_> = i.reason.iter().chain(&i.notes).cloned().collect();
-        let (by_kernel, is_veth) = (i.path == "kernel", text("kind") == "veth");
+        let (by_kernel, may) = (i.path == "kernel", matches!(&*text("kind"), "veth" | "local"));
         notes.extend(by_kernel.then(|| "known flows pass in the kernel".to_string()));
         let where_not = match i.path_reason.as_deref() {
             _ if by_kernel => "not to other hosts",
             Some(LIMITED | GUARDED) => "no kernel path from it",
             _ => "no kernel path",
         };
-        notes.extend(i.path_reason.iter().filter(|_| is_veth).map(|why| format!("{where_not}: {why}")));
+        notes.extend(i.path_reason.iter().filter(|_| may).map(|why| format!("{where_not}: {why}")));
         notes.push(format!("storm limit {}/s", text("storm_limit")));
         notes.extend(shares(i));
         notes.extend(i.settings.flag("port_security").then(|| "port security".to_string()));

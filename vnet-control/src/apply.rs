@@ -134,6 +134,8 @@ impl Engine {
         self.indices.follow(&plan);
         self.change_driving(&plan.interfaces);
         self.current = desired;
+        // Before frames flow: a local network discards frames to addresses that it does not know.
+        self.announce_addresses();
         self.publish();
         let links: Vec<_> = self.links.values().map(|live| live.link.clone()).collect();
         self.keeper.iter().for_each(|keeper| keeper.set_links(&links));
@@ -146,7 +148,6 @@ impl Engine {
             self.retire(&live.stats);
         }
         self.open_drivers();
-        self.announce_addresses();
         self.witness.report(&plan);
         self.log_states();
         self.ring();

@@ -16,8 +16,8 @@ use vnet::interface::stand_in::Absent;
 use vnet::interface::tap::{Netns, Process, Tap, TapError, TapOptions};
 use vnet::interface::veth::{self, Veth, VethError, VethOptions};
 use vnet::interface::vhost_user::{VhostUser, VhostUserError, VhostUserOptions};
-use vnet::interface::{Interface, State};
-use vnet::kernel::{Attached, GuestDevice};
+use vnet::interface::{Interface, KernelDevice, State};
+use vnet::kernel::{Attached, GuestDevice, Kernel, KernelError};
 use vnet::link::inquiry::Inbox;
 use vnet::link::{BridgeError, Link, LinkOptions, Security};
 use vnet::stats::PortStats;
@@ -264,7 +264,8 @@ fn open(order: &Order<'_>, core: &Core) -> Result<LiveInterface, NotOpen> {
     let mut direct = None;
     let (mac, mtu, queues) = (spec.mac, spec.mtu as usize, spec.queues as usize);
     let origin = frame::Origin { port, network: spec.network };
-    let mut kernel = Err(format!("only kind veth has it, this is kind {}", spec.attachment.kind()));
+    let mut kernel =
+        Err(format!("only kinds veth and local have it, this is kind {}", spec.attachment.kind()));
     let interface: Arc<dyn Interface> = match &spec.attachment {
         Attachment::VhostUser { socket, server, front_end, direct: own } => {
             if let Some(DirectSpec { port, .. }) = own {
@@ -289,10 +290,10 @@ fn open(order: &Order<'_>, core: &Core) -> Result<LiveInterface, NotOpen> {
                 open_tap(order, origin, &stats)?
             }
         },
-        Attachment::Local { device, netns, promiscuous } => {
-            let (device, netns, promiscuous) = (device.clone(), netns.clone(), *promiscuous);
-            let options = LocalOptions { device, netns, promiscuous, mtu };
-            Local::open(&options, origin, stats.clone())?
+        Attachment::Local { .. } => {
+            let local;
+            (kernel, local) = open_local(order, (origin, &stats), core)?;
+            local
         }
     };
     if let Some(guest) = interface.coalesce() {
@@ -343,6 +344,68 @@ fn open_tap(
     Ok(Tap::open(&options, origin, stats.clone())?)
 }
 
+/// Opens a local network, with the kernel's programs attached to its device if they can be.
+fn open_local(
+    order: &Order<'_>,
+    (origin, stats): (frame::Origin, &Arc<PortStats>),
+    core: &Core,
+) -> Result<(Result<Attached, String>, Arc<Local>), NotOpen> {
+    let spec = order.spec;
+    let Attachment::Local { device, netns, promiscuous } = &spec.attachment else {
+        unreachable!("it is a local network");
+    };
+    let (device, netns, promiscuous, mtu) = (device.clone(), netns.clone(), *promiscuous, spec.mtu as usize);
+    let mut options = LocalOptions { device, netns, promiscuous, mtu, kernel_path: true };
+    let why = match programs_for_local(spec, core) {
+        Err(why) => why,
+        Ok(kernel) => {
+            let why = match Local::open(&options, origin, stats.clone()) {
+                Err(LocalError::NoKernelPath(why)) => why,
+                Err(error) => return Err(error.into()),
+                Ok(local) => match attach(&*local, |device| kernel.attach_lan(device, origin)) {
+                    Ok(attached) => {
+                        adopt_flows(kernel, &*local);
+                        return Ok((Ok(attached), local));
+                    }
+                    Err(why) => why,
+                },
+            };
+            tracing::info!(interface = spec.name, "no kernel path: {why}");
+            why
+        }
+    };
+    options.kernel_path = false;
+    Ok((Err(why), Local::open(&options, origin, stats.clone())?))
+}
+
+/// The programs for a local network's device, or the reason why there are none.
+fn programs_for_local<'a>(spec: &InterfaceSpec, core: &'a Core) -> Result<&'a Arc<Kernel>, String> {
+    if spec.kernel_path == KernelPath::Off {
+        return Err("its kernel_path is off".into());
+    }
+    if spec.attachment.netns().is_some_and(|netns| !netns.is_own()) {
+        return Err("its device is in another network namespace than vnetd".into());
+    }
+    Ok(core.kernel()?)
+}
+
+/// Has an interface accept the answers to flows that the kernel has forwarded for a vnetd that has died.
+fn adopt_flows(kernel: &Kernel, interface: &dyn Interface) {
+    let device = interface.kernel_device().map(|device| device.host.1);
+    let sources = device.map(|device| kernel.flows().adopted_sources(device));
+    sources.into_iter().flatten().for_each(|src| interface.forwarded_from(src));
+}
+
+/// Attaches programs to an interface's device; the error is the reason why there is no kernel path.
+fn attach(
+    interface: &dyn Interface,
+    programs: impl FnOnce(&GuestDevice) -> Result<Attached, KernelError>,
+) -> Result<Attached, String> {
+    let KernelDevice { host, tap, mac, .. } = interface.kernel_device().ok_or("it has no device")?;
+    let device = GuestDevice { host: host.clone(), tap: tap.clone(), mac: *mac };
+    programs(&device).map_err(|error| error.to_string())
+}
+
 /// Opens a veth with the kernel's programs attached. The inner error is the reason why there is no kernel path; the caller then
 /// opens a TAP instead.
 fn open_veth(
@@ -372,12 +435,7 @@ fn open_veth(
             return Ok(Err(error.to_string()));
         }
     };
-    let attached = veth.kernel_device().ok_or_else(|| "it has no device".to_string()).and_then(|device| {
-        let (host, tap) = (device.host.clone(), device.tap.clone());
-        let device = GuestDevice { host, tap, mac: device.mac };
-        kernel.attach(&device, origin).map_err(|error| error.to_string())
-    });
-    match attached {
+    match attach(&*veth, |device| kernel.attach(device, origin)) {
         Ok(attached) => {
             veth.raise().map_err(NotOpen::from)?;
             Ok(Ok((attached, veth)))

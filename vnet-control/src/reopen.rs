@@ -134,8 +134,8 @@ impl Engine {
             }
         }
         if opened {
-            self.publish();
             self.announce_addresses();
+            self.publish();
             self.ring();
         }
     }

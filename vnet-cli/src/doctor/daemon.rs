@@ -185,15 +185,15 @@ fn guests(interfaces: &[Interface]) -> Finding {
     Finding::bad("guests", Level::Warn, WHY, what, todo)
 }
 
-/// Containers' interfaces have the kernel's own path, which outlives vnetd.
+/// Interfaces of containers and of existing devices have the kernel's own path, which outlives vnetd.
 fn kernel_path(daemon: &Daemon) -> Finding {
     const WHY: &str = "frames that pass vnetd wait for a dispatcher; the kernel forwards known flows between containers at once";
-    let is_veth = |interface: &&Interface| interface.settings.text("kind") == "veth";
-    let veths: Vec<_> = daemon.interfaces.iter().filter(is_veth).collect();
+    let may = |interface: &Interface| matches!(&*interface.settings.text("kind"), "veth" | "local");
     let chosen = |interface: &Interface| matches!(interface.path_reason.as_deref(), Some(LIMITED | GUARDED));
-    let missing =
-        |interface: &&&Interface| interface.state == "up" && interface.path != "kernel" && !chosen(interface);
-    if let Some(interface) = veths.iter().find(missing) {
+    let missing = |interface: &&Interface| {
+        may(interface) && interface.state == "up" && interface.path != "kernel" && !chosen(interface)
+    };
+    if let Some(interface) = daemon.interfaces.iter().find(missing) {
         let reason = interface.path_reason.as_deref().unwrap_or("no reason given");
         let what = format!("not for interface {}: {reason}", interface.name);
         let todo = "see 'Which path an interface has' in docs/containers.md";

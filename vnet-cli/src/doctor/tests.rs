@@ -165,11 +165,13 @@ fn each_fault_of_a_daemon_is_found() {
     assert_eq!(change(|d| d.interfaces[0].state = "down".into(), "interfaces"), Level::Warn);
     assert_eq!(change(|d| d.interfaces[0].state = "broken".into(), "interfaces"), Level::Problem);
     assert_eq!(change(|d| d.interfaces[0].notes.push("its MTU is too large".into()), "guests"), Level::Warn);
-    let tap = |d: &mut Daemon| {
+    let veth = |d: &mut Daemon| {
         d.interfaces[0].settings.set("kind", Some("veth"));
         d.interfaces[0].path_reason = Some("kernel_path is off".into());
     };
-    assert_eq!(change(tap, "kernel-path"), Level::Warn);
+    assert_eq!(change(veth, "kernel-path"), Level::Warn);
+    let lan = |d: &mut Daemon| d.interfaces[0].settings.set("kind", Some("local"));
+    assert_eq!(change(lan, "kernel-path"), Level::Warn);
     let pin_error = |d: &mut Daemon| {
         let pin_error = Some("cannot mount a bpffs".into());
         d.status.kernel = Some(KernelSummary { pin_error, ..SUMMARY });

@@ -239,7 +239,7 @@ pub static DISPATCH: Declaration<DispatchSpec> = Declaration {
             "kernel_path",
             word::<KernelPath>(),
             |dispatch: DispatchSpec| dispatch.kernel_path,
-            "the kernel forwards known flows between interfaces of kind veth by itself (auto: where it can), or vnetd all \
+            "the kernel forwards known flows between interfaces of kinds veth and local by itself (auto: where it can), or vnetd all \
              frames (off)"
         )
         .note("see [containers.md](containers.md)"),

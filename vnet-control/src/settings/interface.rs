@@ -201,8 +201,8 @@ pub static INTERFACE: Declaration<InterfaceSpec> = Declaration {
             |interface: InterfaceSpec| interface.kernel_path,
             "auto: the kernel forwards known flows of the interface without vnetd where possible; off: vnetd forwards all frames"
         )
-        .only_for(&["veth"])
-        .note("auto needs a `netns` other than vnetd's; see [containers.md](containers.md)")
+        .only_for(&["veth", "local"])
+        .note("veth: auto needs a `netns` other than vnetd's, local: vnetd's own; see [containers.md](containers.md)")
         .phrase("kernel path {}"),
         field!(
             "storm_limit",

@@ -26,7 +26,7 @@ use super::setup::{Feeder, InterfacePort, LinkPort, Port, Setup};
 use super::tunnels::Tunnels;
 use super::wire_path::WirePath;
 use crate::frame::{NetworkId, PortId};
-use crate::interface::{KernelDevice, veth, wire};
+use crate::interface::{Interface, KernelDevice, LeadsTo, veth, wire};
 use crate::kernel::{Destination, Kernel, Known, Sender, Target, Terms, now_ns};
 use crate::link::{Courier, Link, Tunnel};
 use crate::route::{Flow, INSTALLED_MS, Install, Installed, Learned, Router, Verdicts};
@@ -62,16 +62,22 @@ struct Ways {
 
 /// A port whose frames the kernel may forward.
 enum Way {
-    Guest(Destination),
+    Guest(Destination, Arc<dyn Interface>),
     Host(Arc<Link>),
 }
 
 impl Way {
     fn stats(&self) -> &Arc<PortStats> {
         match self {
-            Way::Guest(destination) => &destination.stats,
+            Way::Guest(destination, _) => &destination.stats,
             Way::Host(link) => link.stats(),
         }
+    }
+
+    /// The guest as a destination, with its device's current MTU.
+    fn guest(&self) -> Option<Destination> {
+        let Way::Guest(to, interface) = self else { return None };
+        Some(Destination { mtu: interface.kernel_device()?.mtu.load(Relaxed), ..to.clone() })
     }
 }
 
@@ -81,10 +87,14 @@ impl Ways {
             let id = PortId(index as u16);
             let way = match setup.port(id)? {
                 Port::Interface(port) => {
-                    let KernelDevice { host, mac, mtu, namespace, .. } = port.interface.kernel_device()?;
-                    let target = Target::Guest { mac: *mac, namespace: *namespace };
-                    let stats = port.stats.clone();
-                    Way::Guest(Destination { port: id, device: host.1, mtu: *mtu, stats, target })
+                    let KernelDevice { host, mac, leads_to, .. } = port.interface.kernel_device()?;
+                    let target = match *leads_to {
+                        LeadsTo::Namespace(namespace) => Target::Guest { mac: Some(*mac), namespace },
+                        LeadsTo::Outside => Target::Guest { mac: None, namespace: None },
+                    };
+                    let (device, stats) = (host.1, port.stats.clone());
+                    let to = Destination { port: id, device, mtu: 0, stats, target };
+                    Way::Guest(to, port.interface.clone())
                 }
                 Port::Link(port) => {
                     port.link.tunnel().ok()?;
@@ -109,12 +119,13 @@ impl Ways {
     fn way(&self, from: &Way, to: &Way, network: NetworkId, now_ms: u64) -> Option<Result<Destination, ()>> {
         let carries = |link: &Link| link.carries(network);
         match (from, to) {
-            (Way::Guest(_), Way::Guest(to)) => Some(Ok(to.clone())),
-            (Way::Host(link), Way::Guest(to)) => carries(link).then(|| Ok(to.clone())),
-            (Way::Guest(from), Way::Host(link)) => {
+            (Way::Guest(..), Way::Guest(..)) => to.guest().map(Ok),
+            (Way::Host(link), Way::Guest(..)) => to.guest().filter(|_| carries(link)).map(Ok),
+            (Way::Guest(..), Way::Host(link)) => {
+                let mtu = from.guest()?.mtu;
                 let way = match link.tunnel().ok().filter(|_| carries(link))? {
-                    Tunnel::Wire(_) => self.wire.as_ref()?.to(link, from.mtu, now_ms),
-                    Tunnel::Vtep(_) => self.tunnels.to_vtep(link, from.mtu),
+                    Tunnel::Wire(_) => self.wire.as_ref()?.to(link, mtu, now_ms),
+                    Tunnel::Vtep(_) => self.tunnels.to_vtep(link, mtu),
                 };
                 Some(way.ok_or(()))
             }
@@ -144,6 +155,9 @@ impl Install for Installer {
         let terms = Terms { until_ns, generation, buckets, versions };
         let payer = if matches!(from, Way::Host(_)) { way.port } else { flow.from };
         let sender = Sender { stats: from.stats().clone(), payer };
+        if let Way::Guest(_, interface) = to {
+            interface.forwarded_from(flow.src);
+        }
         self.kernel.flows().install(&flow, &sender, &way, &terms);
         // Refused ones are offered again, too.
         true

@@ -131,8 +131,8 @@ impl World {
                 host: ("lo".into(), u32::from(n) + 1),
                 tap: ("lo".into(), 1),
                 mac: Mac([2, 0, 0, 0, 0, n as u8]),
-                mtu: 1500,
-                namespace: None,
+                mtu: 1500.into(),
+                leads_to: LeadsTo::Namespace(None),
             };
             InterfacePort {
                 member: Member {

@@ -109,8 +109,37 @@ pub(super) fn mac(file: impl AsFd, device: &str) -> io::Result<Mac> {
     Ok(Mac(std::array::from_fn(|i| address.sa_data[i] as u8)))
 }
 
+/// True if a device merges arriving TCP frames so that they cannot be forwarded (LRO), through any socket in its namespace.
+pub(super) fn merges_frames(socket: impl AsFd, device: &str) -> io::Result<bool> {
+    /// `struct ethtool_value`.
+    #[repr(C)]
+    struct Value {
+        command: u32,
+        data: u32,
+    }
+    // linux/sockios.h, linux/ethtool.h
+    const SIOCETHTOOL: libc::c_ulong = 0x8946;
+    const ETHTOOL_GFLAGS: u32 = 0x25;
+    const ETH_FLAG_LRO: u32 = 1 << 15;
+    let mut value = Value { command: ETHTOOL_GFLAGS, data: 0 };
+    let mut request = named(device);
+    request.ifr_ifru.ifru_data = (&raw mut value).cast();
+    // SAFETY: SIOCETHTOOL reads and writes one `struct ifreq`, and for this command one `struct ethtool_value`; both are this
+    // function's own.
+    let result = unsafe { libc::ioctl(socket.as_fd().as_raw_fd(), SIOCETHTOOL as _, &raw mut request) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(value.data & ETH_FLAG_LRO != 0) }
+}
+
 /// Queries a device with an ioctl of netdevice(7).
 fn query(file: &impl AsFd, device: &str, request_code: libc::c_ulong) -> io::Result<libc::ifreq> {
+    let mut request = named(device);
+    // SAFETY: the ioctls used here read and write one `struct ifreq`: `request`, which this function owns.
+    let result = unsafe { libc::ioctl(file.as_fd().as_raw_fd(), request_code as _, &raw mut request) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(request) }
+}
+
+/// A request about a device.
+fn named(device: &str) -> libc::ifreq {
     // SAFETY: `ifreq` is plain data, for which all zeros is a valid value.
     let mut request = unsafe { std::mem::zeroed::<libc::ifreq>() };
     // The last byte stays zero, as the terminator.
@@ -118,9 +147,7 @@ fn query(file: &impl AsFd, device: &str, request_code: libc::c_ulong) -> io::Res
     for (to, from) in request.ifr_name[..len_max].iter_mut().zip(device.bytes()) {
         *to = from as libc::c_char;
     }
-    // SAFETY: the ioctls used here read and write one `struct ifreq`: `request`, which this function owns.
-    let result = unsafe { libc::ioctl(file.as_fd().as_raw_fd(), request_code as _, &raw mut request) };
-    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(request) }
+    request
 }
 
 /// Disables IPv6 on a device that is down, in the namespace of the calling thread.

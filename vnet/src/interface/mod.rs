@@ -27,6 +27,7 @@ mod whole_datagrams;
 pub mod wire;
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
 
 use self::device::OnDevice;
 use self::interrupts::InterruptSettings;
@@ -81,6 +82,12 @@ pub trait Interface: Send + Sync {
         None
     }
 
+    /// The kernel may forward frames from `src` to the guest for the lifetime of a verdict. Called when a verdict is installed or
+    /// renewed.
+    fn forwarded_from(&self, src: Mac) {
+        _ = src;
+    }
+
     /// The network device behind the interface; `None` if there is none.
     fn device(&self) -> Option<&dyn OnDevice> {
         None
@@ -115,18 +122,27 @@ pub trait Interface: Send + Sync {
 }
 
 /// A guest's device at which the kernel can forward frames.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Debug)]
 pub struct KernelDevice {
-    /// Name and index of the host's end.
+    /// Name and index of the host's end, or of a local network's device.
     pub host: (String, u32),
     /// Name and index of the TAP that gets the frames which the kernel does not forward.
     pub tap: (String, u32),
-    /// MAC address of the guest.
+    /// MAC address of the guest, or of a local network's device.
     pub mac: Mac,
-    /// MTU in bytes.
-    pub mtu: usize,
-    /// The guest's network namespace, by its number in vnetd's (nsid); `None`: unknown.
-    pub namespace: Option<u32>,
+    /// MTU in bytes, which an administrator may change for a local network's device.
+    pub mtu: AtomicUsize,
+    /// Where frames sent to the device go.
+    pub leads_to: LeadsTo,
+}
+
+/// Where frames go that are sent to a guest's device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LeadsTo {
+    /// Into another network namespace of this host, by its number in vnetd's (nsid); `None`: the number is unknown.
+    Namespace(Option<u32>),
+    /// Out of the host, or to the program that has opened a TAP.
+    Outside,
 }
 
 /// Optimistic interrupts: notifies a guest of delivered frames early (VNET/P+ section IV.A).

@@ -458,7 +458,9 @@ pub(super) fn open_queues(options: &TapOptions) -> Result<(Vec<File>, Accepts, S
             .map_err(TapError::Device)?;
         attach_queue(&file, &options.device, options.queues > 1).map_err(|error| {
             let hint = match error.raw_os_error() {
-                Some(libc::EBUSY) => "; another program has it open",
+                Some(libc::EBUSY) => {
+                    "; another program has it open: kind = \"local\" takes a TAP that QEMU or another program has opened"
+                }
                 Some(libc::EPERM) => "; run vnetd as root or give it CAP_NET_ADMIN",
                 Some(libc::EINVAL) => {
                     "; is there another device of that name, or one made with other options?"

@@ -16,6 +16,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 
 use netlink_packet_core::{NLM_F_CREATE, NLM_F_EXCL};
 use netlink_packet_route::RouteNetlinkMessage;
@@ -29,7 +30,7 @@ use rustix::net::netdevice::index_to_name;
 use super::device::{self, Home, OnDevice};
 use super::netns::{Netns, NetnsError};
 use super::tap::{self, TAP_MTU_MAX, Tap, TapError, TapOptions};
-use super::{Interface, KernelDevice, State};
+use super::{Interface, KernelDevice, LeadsTo, State};
 use crate::frame::{DropSink, Origin, Selection};
 use crate::netlink::{self, Netlink};
 use crate::source::Source;
@@ -37,7 +38,7 @@ use crate::stats::PortStats;
 use crate::wire::ethernet::Mac;
 
 /// Maximum length in bytes of a super-frame that the container's kernel gives the device, so that the wire's headers fit into the same
-/// IP packet (`SUPER_FRAME_MAX` in programs/shared.h, 65 018). TCP's frames stay at least 99 bytes below this limit, by Linux's
+/// IP packet (`SUPER_FRAME_MAX` in programs/shared.h, 65 499). TCP's frames stay at least 99 bytes below this limit, by Linux's
 /// `MAX_TCP_HEADER`; messages of UDP that a program has segmented by the kernel are as long as the program makes them, and the
 /// kernel segments those beyond the limit before the device.
 const GSO_MAX_SIZE: u32 = 65_080;
@@ -153,9 +154,9 @@ impl Veth {
             |name: &str| tap::device_index(name).ok_or_else(|| fail("find", io::ErrorKind::NotFound.into()));
         let (host_index, tap_index) = (index(&host)?, index(&tap_name)?);
         std::mem::forget(pair);
-        let namespace = namespace_of(host_index);
-        let device =
-            KernelDevice { host: (host, host_index), tap: (tap_name, tap_index), mac, mtu, namespace };
+        let leads_to = LeadsTo::Namespace(namespace_of(host_index));
+        let (host, tap_device, mtu_now) = ((host, host_index), (tap_name, tap_index), mtu.into());
+        let device = KernelDevice { host, tap: tap_device, mac, mtu: mtu_now, leads_to };
         let (name, seen) = (options.device.clone(), Mutex::new(Seen { up: true, mtu, named: true }));
         Ok(Arc::new(Veth { tap, device, name, home, seen }))
     }
@@ -177,7 +178,7 @@ impl Veth {
     pub fn raise(&self) -> Result<(), TapError> {
         let host = &self.device.host.0;
         let fail = |error| TapError::Step { step: "set up", device: host.clone(), error, hint: "" };
-        raise(host, self.device.mtu, None).map_err(fail)
+        raise(host, self.device.mtu.load(Relaxed), None).map_err(fail)
     }
 }
 
@@ -213,7 +214,7 @@ impl Interface for Veth {
     }
 
     fn notes(&self) -> Vec<String> {
-        let (wanted, Seen { mtu, named, .. }) = (self.device.mtu, *self.seen.lock());
+        let (wanted, Seen { mtu, named, .. }) = (self.device.mtu.load(Relaxed), *self.seen.lock());
         let name = &self.name;
         if !named {
             let place = self.home.netns().map_or(String::new(), |netns| format!(" in netns {netns}"));

@@ -70,8 +70,8 @@ pub struct Destination {
 pub enum Target {
     /// A guest.
     Guest {
-        /// Its address.
-        mac: Mac,
+        /// Its address, if it is in a namespace of its own: frames to it skip the device's queue.
+        mac: Option<Mac>,
         /// Its network namespace (nsid), if known.
         namespace: Option<u32>,
     },
@@ -251,6 +251,14 @@ impl Flows {
         used
     }
 
+    /// Sources of the flows to `device` of a vnetd that has died.
+    pub fn adopted_sources(&self, device: u32) -> Vec<Mac> {
+        let book = self.book.lock();
+        let leads = |key: &&FlowKey| book.map.get(key, 0).is_ok_and(|flow| flow.device == device);
+        let sources = book.adopted.keys().filter(leads);
+        sources.filter_map(|key| Some(key.known()?.src)).collect()
+    }
+
     /// Removes the flows of a vnetd that has died. No program may follow them any more.
     pub fn forget_adopted(&self) {
         let mut book = self.book.lock();
@@ -298,7 +306,7 @@ impl Target {
         match *self {
             Target::Guest { mac, namespace } => FlowValue {
                 kind: TO_INTERFACE,
-                own_address: u32::from(mac == dst),
+                own_address: u32::from(mac == Some(dst)),
                 namespace: namespace.unwrap_or(NO_NAMESPACE),
                 ..FlowValue::default()
             },

@@ -21,6 +21,12 @@
 //!                       | from_wire
 //!                       +-- known flow: redirect_peer -> container B
 //!                       +-- else: redirect -> TAP of the wire -> vnetd
+//!
+//!   LAN or a VM's TAP == its device
+//!                       | from_lan
+//!                       +-- known flow: as from a container
+//!                       +-- to the device's own address: the host's network stack
+//!                       +-- else: the host's network stack, and a copy -> TAP of the device -> vnetd
 //! ```
 //!
 //! - *Programs* (`programs/`, in C, one file per hook) look up flows. Frames without a flow come up to vnetd, as if there were no
@@ -28,9 +34,10 @@
 //! - *Flows* (`flows.rs`): verdicts with one destination, installed by the dispatchers' routers. A verdict holds while the
 //!   table's generation and two versions of learned addresses are current, and until its lease ends. Programs compare all
 //!   three for each frame, in memory shared with vnetd (`mapping.rs`): one store ends any number of flows.
-//! - *Attached devices*: a guest's veth and vnetd's TAP behind it ([`Kernel::attach`]), the wire and its TAP
-//!   ([`Kernel::attach_wire`]), devices of the underlay ([`Kernel::attach_underlay`]). A datagram belongs to the link whose remote
-//!   has sent it, to the port of the wire or of VXLAN ([`Kernel::set_peers`]).
+//! - *Attached devices*: a guest's veth and vnetd's TAP behind it ([`Kernel::attach`]), a device of a local network and the TAP for
+//!   copies of its frames ([`Kernel::attach_lan`]), the wire and its TAP ([`Kernel::attach_wire`]), devices of the underlay
+//!   ([`Kernel::attach_underlay`]). A datagram belongs to the link whose remote has sent it, to the port of the wire or of VXLAN
+//!   ([`Kernel::set_peers`]).
 //! - *Pins* (`pins.rs`): maps and the programs at the host's end and at the underlay outlive a vnetd that dies. Leases run by a clock that vnetd advances
 //!   ([`Kernel::tick`]). Without vnetd it stands still, so established flows stay valid until the end time that vnetd wrote last. The
 //!   next vnetd adopts maps and devices. It starts the clock with its first setup, whose generation ends the old flows: from then on
@@ -40,6 +47,7 @@
 //! frames stays exact. Frames that a device drops after a redirect are in the device's statistics only.
 
 mod flows;
+mod hooks;
 mod mapping;
 mod pins;
 mod shared;
@@ -51,14 +59,12 @@ mod vtep_tests;
 use std::collections;
 use std::io;
 use std::ops::Deref;
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use aya::maps::{HashMap, Map, MapData};
-use aya::programs::links::{FdLink, LinkOrder, PinnedLink};
-use aya::programs::tc::{NlOptions, SchedClassifierLink, TcAttachOptions, TcHandle, qdisc_add_clsact};
-use aya::programs::{SchedClassifier, TcAttachType};
+use aya::programs::SchedClassifier;
+use aya::programs::links::LinkOrder;
 use aya::util::KernelVersion;
 use aya::{Ebpf, EbpfLoader, include_bytes_aligned};
 use parking_lot::Mutex;
@@ -71,6 +77,7 @@ pub use shared::{End, FLOWS_MAX, Known, VERSIONS, WireHead};
 
 use crate::frame::{Origin, PortId};
 use crate::wire::ethernet::Mac;
+use hooks::{Hook, attach_filter, attach_link};
 use mapping::Mapping;
 use pins::Pins;
 use shared::{PeerKey, PeerValue, PortValue, State};
@@ -79,8 +86,6 @@ use shared::{PeerKey, PeerValue, PortValue, State};
 static OBJECT: &[u8] = include_bytes_aligned!("programs/forward.o");
 /// First kernel with tcx links, which end with the process that made them.
 const TCX: KernelVersion = KernelVersion::new(6, 6, 0);
-/// Priority and handle of filters. They are constant, so that a filter replaces that of a vnetd that has died.
-const FILTER: (u16, TcHandle) = (1, TcHandle::new(0, 1));
 /// membarrier(2): `MEMBARRIER_CMD_GLOBAL`.
 const MEMBARRIER_CMD_GLOBAL: libc::c_int = 1;
 
@@ -116,6 +121,16 @@ impl From<aya::maps::MapError> for KernelError {
     }
 }
 
+impl KernelError {
+    /// The error of a program that the kernel refused at a device.
+    fn at(self, device: &str) -> KernelError {
+        match self {
+            KernelError::Load(error) => KernelError::Device(device.into(), error),
+            error => error,
+        }
+    }
+}
+
 /// An error and its causes. The verifier's log, which has lines, is left out.
 fn in_one_line(error: &dyn std::error::Error) -> String {
     let causes = std::iter::successors(Some(error), |error| error.source());
@@ -124,15 +139,23 @@ fn in_one_line(error: &dyn std::error::Error) -> String {
     texts.join(": ")
 }
 
-/// A guest's device with programs at the host's end.
+/// A guest's device with programs at the host's end, or a local network's.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GuestDevice {
-    /// The host's end: name and index.
+    /// The host's end, or the local network's device: name and index.
     pub host: (String, u32),
     /// vnetd's TAP for what the programs do not forward: name and index.
     pub tap: (String, u32),
-    /// The guest's address.
+    /// The guest's address; a local network's device has its own, whose frames are the host's.
     pub mac: Mac,
+}
+
+impl GuestDevice {
+    /// The port of the host's end.
+    fn value(&self, origin: Origin) -> PortValue {
+        let (network, PortId(from)) = (origin.network.get(), origin.port);
+        PortValue { network, from, mac: self.mac.0, other: self.tap.1 }
+    }
 }
 
 /// A host whose datagrams programs take.
@@ -319,24 +342,54 @@ impl Kernel {
     /// # Errors
     /// A device is gone, or takes no programs.
     pub fn attach(self: &Arc<Self>, device: &GuestDevice, origin: Origin) -> Result<Attached, KernelError> {
-        let (network, PortId(from)) = (origin.network.get(), origin.port);
-        let GuestDevice { host, tap, mac } = device;
-        let value = |other| PortValue { network, from, mac: mac.0, other };
+        let GuestDevice { host, tap, .. } = device;
         let mut attached = self.claim([host.1, tap.1]);
         // The way into the guest first: vnetd answers what comes out of it.
-        {
-            let mut ports = self.ports.lock();
-            ports.insert(tap.1, value(host.1), 0)?;
-            attached.hooks.extend(self.attach_program("from_core", tap, Stays::Never)?);
-            let before = ports.get(&host.1, 0);
-            if before.is_ok_and(|before| (before.network, before.from) != (network, from)) {
-                // The guest had another port in the vnetd that has died, and the old flows contain that port.
-                self.set_generation(self.next_generation());
-            }
-            ports.insert(host.1, value(tap.1), 0)?;
-        }
+        let back = PortValue { other: host.1, ..device.value(origin) };
+        self.ports.lock().insert(tap.1, back, 0)?;
+        attached.hooks.extend(self.attach_program("from_core", tap, Stays::Never)?);
+        self.set_port(device, origin)?;
         attached.hooks.extend(self.attach_program("from_guest", host, Stays::Always)?);
         Ok(attached)
+    }
+
+    /// Attaches the programs to the device of a local network, which the host may use, too, until the result is dropped. Without vnetd's
+    /// programs all frames reach the host's network stack, so the device needs no filter that stays.
+    ///
+    /// # Errors
+    /// A device is gone, or takes no programs; a kernel without tcx, where a filter would outlive vnetd on a device that is not
+    /// vnetd's own.
+    pub fn attach_lan(
+        self: &Arc<Self>,
+        device: &GuestDevice,
+        origin: Origin,
+    ) -> Result<Attached, KernelError> {
+        let GuestDevice { host, tap, .. } = device;
+        if !has_tcx() {
+            return Err(KernelError::Device(host.0.clone(), "that needs Linux 6.6".into()));
+        }
+        let mut attached = self.claim([host.1, tap.1]);
+        attached.hooks.extend(self.attach_program("ends", tap, Stays::Never)?);
+        self.set_port(device, origin)?;
+        let mut programs = self.programs.lock();
+        let program = classifier(&mut programs, "from_lan")?;
+        let pin = self.pins.as_ref().ok().map(|pins| pins.link(host.1));
+        // Other programs of the device get what this one leaves to the host.
+        let hook = attach_link(program, &host.0, pin, LinkOrder::first());
+        attached.hooks.push(hook.map_err(|error| error.at(&host.0))?);
+        Ok(attached)
+    }
+
+    /// Tells the programs which port the frames of `device` come from.
+    fn set_port(&self, device: &GuestDevice, origin: Origin) -> Result<(), KernelError> {
+        let (host, value) = (device.host.1, device.value(origin));
+        let mut ports = self.ports.lock();
+        let before = ports.get(&host, 0);
+        if before.is_ok_and(|before| (before.network, before.from) != (value.network, value.from)) {
+            // The guest had another port in the vnetd that has died, and the old flows contain that port.
+            self.set_generation(self.next_generation());
+        }
+        Ok(ports.insert(host, value, 0)?)
     }
 
     /// Attaches the programs to the wire's VXLAN device and its TAP, names and indices, until the result is dropped.
@@ -409,13 +462,9 @@ impl Kernel {
         device: &(String, u32),
         stays: Stays,
     ) -> Result<Vec<Hook>, KernelError> {
-        let refused = |error| match error {
-            KernelError::Load(error) => KernelError::Device(device.0.clone(), error),
-            error => error,
-        };
+        let refused = |error: KernelError| error.at(&device.0);
         let mut programs = self.programs.lock();
-        let program = programs.program_mut(name).ok_or_else(|| lacks(name))?;
-        let program: &mut SchedClassifier = program.try_into()?;
+        let program = classifier(&mut programs, name)?;
         let pin = self.pins.as_ref().ok().and_then(|pins| match stays {
             Stays::Never => None,
             Stays::Pinned => Some(pins.underlay(device.1)),
@@ -424,7 +473,7 @@ impl Kernel {
         if !has_tcx() || stays == Stays::Always && pin.is_none() {
             return Ok(vec![attach_filter(program, &device.0).map_err(refused)?]);
         }
-        let mut hooks = vec![attach_link(program, &device.0, pin).map_err(refused)?];
+        let mut hooks = vec![attach_link(program, &device.0, pin, LinkOrder::default()).map_err(refused)?];
         if stays == Stays::Always {
             // The pin ends with its file system, for example with vnetd's mount namespace. Then this filter takes the frames.
             hooks.extend(attach_filter(program, &device.0));
@@ -456,50 +505,10 @@ enum Stays {
     Always,
 }
 
-/// Replaces the program of a pinned link, between two frames.
-fn replace(program: &mut SchedClassifier, pin: &Path) -> Result<(), KernelError> {
-    let fail = |error: &dyn std::error::Error| KernelError::Load(in_one_line(error));
-    let link = PinnedLink::from_pin(pin).map_err(|error| fail(&error))?;
-    let link = SchedClassifierLink::try_from(FdLink::from(link)).map_err(|error| fail(&error))?;
-    let id = program.attach_to_link(link)?;
-    // The pin keeps the link alive without this descriptor.
-    drop(program.take_link(id)?);
-    Ok(())
-}
-
-/// Attaches a program by a tcx link, which outlives vnetd with a pin. The link comes before filters.
-fn attach_link(
-    program: &mut SchedClassifier,
-    device: &str,
-    pin: Option<PathBuf>,
-) -> Result<Hook, KernelError> {
-    if let Some(pin) = &pin
-        && replace(program, pin).is_ok()
-    {
-        return Ok(Hook::Pinned(pin.clone()));
-    }
-    let options = TcAttachOptions::TcxOrder(LinkOrder::default());
-    let id = program.attach_with_options(device, TcAttachType::Ingress, options)?;
-    let link = program.take_link(id)?;
-    let Some(pin) = pin else { return Ok(Hook::Held { _link: link }) };
-    // The file may exist for a device that is gone.
-    let _ = std::fs::remove_file(&pin);
-    let fail = |error: &dyn std::error::Error| KernelError::Load(in_one_line(error));
-    FdLink::try_from(link).map_err(|error| fail(&error))?.pin(&pin).map_err(|error| fail(&error))?;
-    Ok(Hook::Pinned(pin))
-}
-
-/// Attaches a program as a filter of the device's clsact qdisc, which outlives vnetd without a pin.
-fn attach_filter(program: &mut SchedClassifier, device: &str) -> Result<Hook, KernelError> {
-    let (priority, handle) = FILTER;
-    // The qdisc may exist from a vnetd that has died. Without it, attaching fails with the reason.
-    let _ = qdisc_add_clsact(device);
-    let options = TcAttachOptions::Netlink(NlOptions { priority, handle, classid: None });
-    let id = program.attach_with_options(device, TcAttachType::Ingress, options).or_else(|error| {
-        let there = SchedClassifierLink::attached(device, TcAttachType::Ingress, priority, handle, None);
-        there.map_or(Err(error), |there| program.attach_to_link(there))
-    })?;
-    Ok(Hook::Held { _link: program.take_link(id)? })
+/// A program of the object.
+fn classifier<'a>(programs: &'a mut Ebpf, name: &str) -> Result<&'a mut SchedClassifier, KernelError> {
+    let program = programs.program_mut(name).ok_or_else(|| lacks(name))?;
+    Ok(program.try_into()?)
 }
 
 /// The state's versions, for the router to keep its versions in.
@@ -540,24 +549,6 @@ fn lacks(name: &str) -> KernelError {
 fn memory<T: mapping::Shared>(map: &Map, count: usize) -> Result<Mapping<T>, KernelError> {
     let Map::Array(data) = map else { return Err(lacks("array")) };
     Ok(Mapping::new(data.fd(), count)?)
-}
-
-/// A program at a device. Dropping detaches it.
-enum Hook {
-    /// By the link's file.
-    Pinned(PathBuf),
-    Held {
-        _link: SchedClassifierLink,
-    },
-}
-
-impl Drop for Hook {
-    fn drop(&mut self) {
-        if let Hook::Pinned(pin) = self {
-            // Absent if the whole folder was removed.
-            let _ = std::fs::remove_file(pin);
-        }
-    }
 }
 
 /// Programs at a pair of devices. Dropping detaches them.

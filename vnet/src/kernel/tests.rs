@@ -127,7 +127,7 @@ fn guest() -> Destination {
         device: LOOPBACK,
         mtu: 1500,
         stats: Arc::default(),
-        target: Target::Guest { mac: B, namespace: Some(0) },
+        target: Target::Guest { mac: Some(B), namespace: Some(0) },
     }
 }
 
@@ -152,6 +152,26 @@ fn a_device_without_a_port_forwards_nothing() {
     for program in ["from_guest", "from_core", "from_wire", "try_wire"] {
         assert_eq!(bench.run(program, &frame(B, 60)), TC_ACT_SHOT);
     }
+}
+
+#[test]
+fn the_host_gets_all_frames_of_a_lan_but_known_flows() {
+    let Some(bench) = Bench::new() else { return };
+    let own = Mac([2, 0, 0, 0, 0, 0xc]);
+    let port = PortValue { network: 1, from: FROM.0, mac: own.0, other: LOOPBACK };
+    assert!(bench.install(&terms()));
+    bench.kernel.ports.lock().remove(&LOOPBACK).unwrap();
+    assert_eq!(bench.run("from_lan", &frame(B, 60)), TC_ACT_UNSPEC, "a device without a port");
+    bench.kernel.ports.lock().insert(LOOPBACK, port, 0).unwrap();
+    for dst in [own, A, Mac::BROADCAST] {
+        assert_eq!(bench.run("from_lan", &frame(dst, 60)), TC_ACT_UNSPEC, "{dst}");
+    }
+    assert_eq!(bench.run("from_lan", &frame(B, 60)), TC_ACT_REDIRECT);
+    bench.kernel.set_generation(8);
+    assert_eq!(bench.run("from_lan", &frame(B, 60)), TC_ACT_UNSPEC, "the flow has ended");
+    bench.kernel.flows().count();
+    assert_eq!((bench.from.stats.in_frames.get(), bench.to.stats.out_frames.get()), (1, 1));
+    assert_eq!(bench.run("ends", &frame(B, 60)), TC_ACT_SHOT, "no copy reaches the host's network stack");
 }
 
 #[test]
@@ -356,7 +376,7 @@ fn a_mounted_bpffs_goes_with_vnetd_and_a_missing_folder_is_not_made() {
     }
     let bpffs = Bpffs(tempfile::tempdir().unwrap());
     let options = bpffs.options();
-    let device = |path: &std::path::Path| rustix::fs::stat(path).unwrap().st_dev;
+    let device = |path: &Path| rustix::fs::stat(path).unwrap().st_dev;
     let before = device(&options.bpffs);
     let kernel = Kernel::load(Some(&options)).unwrap();
     assert!(kernel.adoptable().is_ok() && device(&options.bpffs) != before);
@@ -461,7 +481,7 @@ fn a_datagram_made_by_programs_is_taken_by_programs() {
     datagram[24..26].fill(0);
     let sum = !ones_complement(&datagram[14..34]);
     datagram[24..26].copy_from_slice(&sum.to_be_bytes());
-    bench.to.target = Target::Guest { mac: B, namespace: Some(0) };
+    bench.to.target = Target::Guest { mac: Some(B), namespace: Some(0) };
     let flow = Known { from: PortId(7), ..known(B) };
     assert!(bench.kernel.flows().install(&flow, &bench.from, &bench.to, &terms()));
     let host = (TC_ACT_UNSPEC, datagram.clone());

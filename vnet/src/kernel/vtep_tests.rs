@@ -99,7 +99,7 @@ fn received() -> Option<(Bench, Vec<u8>)> {
     datagram[24..26].fill(0);
     let sum = !ones_complement(&datagram[14..34]);
     datagram[24..26].copy_from_slice(&sum.to_be_bytes());
-    bench.to.target = Target::Guest { mac: B, namespace: Some(0) };
+    bench.to.target = Target::Guest { mac: Some(B), namespace: Some(0) };
     bench.to.device = LOOPBACK;
     let flow = Known { from: PortId(7), ..known(B) };
     assert_ne!(flow.from, FROM);

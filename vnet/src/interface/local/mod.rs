@@ -16,8 +16,13 @@
 //! whose source was just sent to the LAN has looped back (hairpin, second path into the overlay) and is dropped as `hairpin`. An
 //! address that really moves to the LAN is accepted after 2 s.
 //!
+//! **The kernel's own path.** Programs at the device forward known flows; [`copies`] of all other frames reach vnetd. What the host
+//! itself receives at the device does not change. Frames to the device's own address are not copied. Frames to the LAN leave
+//! by the packet socket, or by the kernel if their flow is known: then verdicts keep their source subscribed.
+//!
 //! **VLAN tags** are stripped by the kernel and passed beside the frame (`PACKET_AUXDATA`); vnet restores them.
 
+mod copies;
 mod packet;
 mod subscriptions;
 
@@ -28,6 +33,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 
 use parking_lot::Mutex;
 
+use self::copies::Copies;
 pub use self::packet::LocalError;
 use self::packet::{Packet, PacketBurst};
 use self::subscriptions::Subscriptions;
@@ -35,7 +41,7 @@ use crate::frame::{Batch, DropSink, FRAME_MAX, Origin, Segment, Selection};
 use crate::interface::device::{self, Home, OnDevice};
 use crate::interface::frame_writer::FrameWriter;
 use crate::interface::netns::Netns;
-use crate::interface::{Interface, State, exceeds_mtu};
+use crate::interface::{Interface, KernelDevice, LeadsTo, State, exceeds_mtu};
 use crate::poll::Waker;
 use crate::source::{Source, Taken};
 use crate::stats::{DiscardReason, DropReason, PortStats};
@@ -54,6 +60,9 @@ pub struct LocalOptions {
     pub promiscuous: bool,
     /// Maximum payload of a frame in bytes, capped at the device's MTU.
     pub mtu: usize,
+    /// Receive copies of the frames that the kernel does not forward by itself, from programs that are attached afterwards
+    /// ([`KernelDevice`]). The device must be in the caller's network namespace.
+    pub kernel_path: bool,
 }
 
 /// The user's LAN as an interface.
@@ -71,7 +80,9 @@ pub struct Local {
     /// The device's own MAC address, which belongs to this host.
     own: Mac,
     stats: Arc<PortStats>,
+    /// Sends, and subscribes the device. Also receives if there are no copies.
     socket: OwnedFd,
+    kernel: Option<(KernelDevice, Copies)>,
     subscriptions: Mutex<Subscriptions>,
     stopped: AtomicBool,
     /// Scratch memory for frames whose offloads the kernel refuses.
@@ -88,24 +99,39 @@ impl Local {
         origin: Origin,
         stats: Arc<PortStats>,
     ) -> Result<Arc<Local>, LocalError> {
-        let open = || packet::open(&options.device, options.promiscuous);
+        let open = || packet::open(&options.device, options.promiscuous, !options.kernel_path);
         let (home, opened) = Home::enter(options.netns.as_ref(), open)?;
         let opened = opened?;
+        let mtu = options.mtu.min(opened.mtu);
+        let kernel = if options.kernel_path {
+            let copies = Copies::open(&options.device, opened.index)?;
+            let (host, tap) = ((options.device.clone(), opened.index as u32), copies.tap.clone());
+            let (mac, leads_to) = (opened.mac, LeadsTo::Outside);
+            Some((KernelDevice { host, tap, mac, mtu: mtu.into(), leads_to }, copies))
+        } else {
+            None
+        };
         Ok(Arc::new(Local {
             device: options.device.clone(),
             home,
             index: opened.index,
             origin,
             mtu_max: options.mtu,
-            mtu: options.mtu.min(opened.mtu).into(),
+            mtu: mtu.into(),
             promiscuous: options.promiscuous,
             own: opened.mac,
             stats,
             subscriptions: Mutex::new(Subscriptions::new(opened.index)),
             socket: opened.socket,
+            kernel,
             stopped: AtomicBool::new(false),
             scratch: Mutex::new(vec![0; FRAME_MAX].into_boxed_slice()),
         }))
+    }
+
+    /// The socket that receives the LAN's frames.
+    fn receives(&self) -> &OwnedFd {
+        self.kernel.as_ref().map_or(&self.socket, |(_, copies)| &copies.socket)
     }
 
     /// Decides whether a frame from the LAN is accepted.
@@ -285,6 +311,14 @@ impl Interface for Local {
         Some(self)
     }
 
+    fn kernel_device(&self) -> Option<&KernelDevice> {
+        self.kernel.as_ref().map(|(device, _)| device)
+    }
+
+    fn forwarded_from(&self, src: Mac) {
+        self.subscriptions.lock().subscribe_forwarded(&self.socket, src);
+    }
+
     fn stop(&self) {
         self.stopped.store(true, Relaxed);
     }
@@ -301,7 +335,9 @@ impl OnDevice for Local {
 
     fn look(&self, _socket: BorrowedFd<'_>) {
         if let Ok(sight) = device::see(&self.socket, &self.device) {
-            self.mtu.store(self.mtu_max.min(sight.mtu), Relaxed);
+            let mtu = self.mtu_max.min(sight.mtu);
+            self.mtu.store(mtu, Relaxed);
+            self.kernel_device().into_iter().for_each(|device| device.mtu.store(mtu, Relaxed));
         }
     }
 
@@ -332,7 +368,7 @@ impl Source for LocalSource {
         if local.stopped.load(Relaxed) {
             return Taken { drained: true, ..Taken::default() };
         }
-        let received = self.burst.receive(&local.socket, batch.limit());
+        let received = self.burst.receive(local.receives(), batch.limit());
         self.drained = received.emptied;
         // Virtio-net metadata cannot describe these frames: the kernel has dropped them.
         for _ in 0..received.unreadable {
@@ -346,7 +382,7 @@ impl Source for LocalSource {
 
     fn watch(&mut self, waker: Waker) {
         self.drained = false;
-        if let Err(error) = waker.watch(&self.local.socket) {
+        if let Err(error) = waker.watch(self.local.receives()) {
             tracing::error!(device = self.local.device, %error, "cannot watch the local network");
         }
         self.waker = Some(waker);
@@ -354,7 +390,7 @@ impl Source for LocalSource {
 
     fn unwatch(&mut self) {
         if let Some(waker) = self.waker.take() {
-            waker.forget(self.local.socket.as_fd());
+            waker.forget(self.local.receives().as_fd());
         }
     }
 

@@ -47,9 +47,21 @@ pub enum LocalError {
         /// A hint for the user, or empty.
         hint: &'static str,
     },
+    /// The kernel cannot forward frames of the device by itself; holds the reason.
+    #[error("{0}")]
+    NoKernelPath(String),
 }
 
 impl LocalError {
+    /// The error of a step that the kernel refused.
+    fn step(step: &'static str, device: &str, error: io::Error) -> LocalError {
+        let hint = match error.raw_os_error() {
+            Some(libc::EPERM) => "; run vnetd as root or give it CAP_NET_RAW",
+            _ => "",
+        };
+        LocalError::Step { step, device: device.into(), error, hint }
+    }
+
     /// The reason for the state "down" if the missing part may still appear; `None` if only another configuration helps.
     pub fn waits_for(&self) -> Option<String> {
         match self {
@@ -60,6 +72,7 @@ impl LocalError {
                 let gone = matches!(error.raw_os_error(), Some(libc::ENODEV | libc::ENXIO));
                 gone.then(|| format!("waiting for device '{device}'"))
             }
+            LocalError::NoKernelPath(_) => None,
         }
     }
 }
@@ -82,8 +95,8 @@ fn own(fd: libc::c_int) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Opens the device in the network namespace of the calling thread.
-pub(super) fn open(device_name: &str, promiscuous: bool) -> Result<PacketSocket, LocalError> {
+/// Opens the device in the network namespace of the calling thread. The socket receives its frames if it `listens`.
+pub(super) fn open(device_name: &str, promiscuous: bool, listens: bool) -> Result<PacketSocket, LocalError> {
     let device: String = device_name.chars().take(64).collect();
     let no_device = || LocalError::NoDevice(device.clone());
     let name = CString::new(device_name).map_err(|_| no_device())?;
@@ -92,33 +105,41 @@ pub(super) fn open(device_name: &str, promiscuous: bool) -> Result<PacketSocket,
     if index == 0 {
         return Err(no_device());
     }
-    let fail = |step, error: io::Error| {
-        let hint = match error.raw_os_error() {
-            Some(libc::EPERM) => "; run vnetd as root or give it CAP_NET_RAW",
-            _ => "",
-        };
-        LocalError::Step { step, device: device.clone(), error, hint }
-    };
+    let fail = |(step, error)| LocalError::step(step, &device, error);
+    let socket = make().map_err(fail)?;
+    let kind = if promiscuous { libc::PACKET_MR_PROMISC } else { libc::PACKET_MR_ALLMULTI };
+    set_membership(&socket, index, kind, Mac::default(), true).map_err(|e| fail(("listen on", e)))?;
+    let mac = device::mac(&socket, device_name).map_err(|e| fail(("look at", e)))?;
+    let mtu = device::see(&socket, device_name).map_err(|e| fail(("look at", e)))?.mtu;
+    bind(&socket, index, if listens { libc::ETH_P_ALL } else { 0 }).map_err(|e| fail(("bind to", e)))?;
+    Ok(PacketSocket { socket, index, mac, mtu })
+}
+
+/// A socket that receives all frames that reach a device.
+pub(super) fn listen(device: &str, index: libc::c_int) -> Result<OwnedFd, LocalError> {
+    let fail = |(step, error)| LocalError::step(step, device, error);
+    let socket = make().map_err(fail)?;
+    bind(&socket, index, libc::ETH_P_ALL).map_err(|error| fail(("bind to", error)))?;
+    Ok(socket)
+}
+
+/// Makes a socket that is not bound yet; the error names the step.
+fn make() -> Result<OwnedFd, (&'static str, io::Error)> {
     // Protocol 0: receive nothing before the socket is set up and bound.
     let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
     // SAFETY: the call passes no pointers.
-    let socket = own(unsafe { libc::socket(libc::AF_PACKET, kind, 0) }).map_err(|e| fail("open", e))?;
+    let socket = own(unsafe { libc::socket(libc::AF_PACKET, kind, 0) }).map_err(|error| ("open", error))?;
     for option in [libc::PACKET_VNET_HDR, libc::PACKET_AUXDATA, PACKET_IGNORE_OUTGOING] {
-        set(&socket, libc::SOL_PACKET, option, 1).map_err(|e| fail("set up", e))?;
+        set(&socket, libc::SOL_PACKET, option, 1).map_err(|error| ("set up", error))?;
     }
     for (force, unprivileged) in
         [(libc::SO_RCVBUFFORCE, libc::SO_RCVBUF), (libc::SO_SNDBUFFORCE, libc::SO_SNDBUF)]
     {
         set(&socket, libc::SOL_SOCKET, force, SOCKET_BUFFER)
             .or_else(|_| set(&socket, libc::SOL_SOCKET, unprivileged, SOCKET_BUFFER))
-            .map_err(|e| fail("set up", e))?;
+            .map_err(|error| ("set up", error))?;
     }
-    let kind = if promiscuous { libc::PACKET_MR_PROMISC } else { libc::PACKET_MR_ALLMULTI };
-    set_membership(&socket, index, kind, Mac::default(), true).map_err(|e| fail("listen on", e))?;
-    let mac = device::mac(&socket, device_name).map_err(|e| fail("look at", e))?;
-    let mtu = device::see(&socket, device_name).map_err(|e| fail("look at", e))?.mtu;
-    bind(&socket, index).map_err(|e| fail("bind to", e))?;
-    Ok(PacketSocket { socket, index, mac, mtu })
+    Ok(socket)
 }
 
 fn set(socket: &OwnedFd, level: libc::c_int, option: libc::c_int, value: libc::c_int) -> io::Result<()> {
@@ -153,11 +174,12 @@ pub(super) fn set_membership(
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-fn bind(socket: &OwnedFd, index: libc::c_int) -> io::Result<()> {
+/// Binds a socket to a device, from which it receives frames of `protocol`; 0: none.
+fn bind(socket: &OwnedFd, index: libc::c_int, protocol: libc::c_int) -> io::Result<()> {
     // SAFETY: `sockaddr_ll` is plain data, for which all zeros is a valid value.
     let mut name = unsafe { std::mem::zeroed::<libc::sockaddr_ll>() };
     name.sll_family = libc::AF_PACKET as libc::c_ushort;
-    name.sll_protocol = (libc::ETH_P_ALL as u16).to_be();
+    name.sll_protocol = (protocol as u16).to_be();
     name.sll_ifindex = index;
     let len = size_of_val(&name) as libc::socklen_t;
     // SAFETY: `name` is a socket address of length `len`.

@@ -19,6 +19,9 @@ const SILENT_MS: u64 = 600_000;
 /// Time in ms after sending a frame to the LAN during which frames from the LAN with the same source address count as loops.
 const HAIRPIN_MS: u64 = 2_000;
 
+/// Maximum time in ms for which the kernel forwards an address's frames by itself after a verdict.
+const FORWARDED_MS: u64 = 2_000;
+
 /// The table of subscribed addresses.
 pub(super) struct Subscriptions {
     /// Interface index of the device.
@@ -34,7 +37,7 @@ pub(super) struct Subscriptions {
 /// Reasons why an address is subscribed.
 #[derive(Clone, Copy, Default)]
 struct Subscription {
-    /// Last time, in ms, at which it was the source of a frame to the LAN.
+    /// Last time, in ms, at which it was the source of a frame to the LAN, or at which the kernel may forward its frames.
     sent_ms: Option<u64>,
     /// True if the address is configured on this host.
     configured: bool,
@@ -68,21 +71,32 @@ impl Subscriptions {
 
     /// Subscribes to the sources of frames that are about to be sent.
     pub(super) fn subscribe_sources(&mut self, socket: &OwnedFd, sources: impl Iterator<Item = Mac>) {
+        self.subscribe_until(socket, sources, 0);
+    }
+
+    /// Subscribes to the source of frames that the kernel may forward until a verdict ends.
+    pub(super) fn subscribe_forwarded(&mut self, socket: &OwnedFd, src: Mac) {
+        self.subscribe_until(socket, std::iter::once(src), FORWARDED_MS);
+    }
+
+    /// Subscribes to the sources of frames that are sent from now on, for `ahead_ms`.
+    fn subscribe_until(&mut self, socket: &OwnedFd, sources: impl Iterator<Item = Mac>, ahead_ms: u64) {
         let now_ms = self.now_ms();
+        let until_ms = now_ms + ahead_ms;
         for mac in sources {
-            if (mac, now_ms) == self.latest || !mac.is_unicast() {
+            if (mac, until_ms) == self.latest || !mac.is_unicast() {
                 continue;
             }
-            self.latest = (mac, now_ms);
+            self.latest = (mac, until_ms);
             if let Some(known) = self.addresses.get_mut(&mac) {
-                known.sent_ms = Some(now_ms);
+                known.sent_ms = known.sent_ms.max(Some(until_ms));
                 continue;
             }
             if self.addresses.len() >= SUBSCRIPTIONS_MAX && !self.expire(socket, now_ms) {
                 // The table is full: frames to this address are discarded and counted as not subscribed.
                 continue;
             }
-            self.addresses.insert(mac, Subscription { sent_ms: Some(now_ms), configured: false });
+            self.addresses.insert(mac, Subscription { sent_ms: Some(until_ms), configured: false });
             self.set_membership(socket, mac, true);
         }
     }

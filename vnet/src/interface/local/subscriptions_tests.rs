@@ -26,6 +26,17 @@ fn sources_are_subscribed_and_looped_back_frames_recognised_for_a_while() {
 }
 
 #[test]
+fn a_forwarded_source_is_recognised_until_its_verdict_has_ended() {
+    let (socket, mut table) = (socket(), Subscriptions::new(1));
+    table.subscribe_forwarded(&socket, mac(1));
+    table.subscribe_sources(&socket, [mac(1)].into_iter());
+    table.started -= std::time::Duration::from_millis(FORWARDED_MS + HAIRPIN_MS - 500);
+    assert!(table.contains(mac(1)) && table.sent_recently(mac(1)), "the kernel may have sent a frame");
+    table.started -= std::time::Duration::from_millis(500);
+    assert!(table.contains(mac(1)) && !table.sent_recently(mac(1)));
+}
+
+#[test]
 fn configured_addresses_follow_the_configuration() {
     let (socket, mut table) = (socket(), Subscriptions::new(1));
     table.configure(&socket, &[mac(1), mac(2)]);

@@ -15,6 +15,8 @@ static long (*const bpf_skb_load_bytes)(const void *skb, __u32 offset, void *to,
 	(void *)BPF_FUNC_skb_load_bytes;
 static long (*const bpf_redirect)(__u32 device, __u64 flags) = (void *)BPF_FUNC_redirect;
 static long (*const bpf_redirect_peer)(__u32 device, __u64 flags) = (void *)BPF_FUNC_redirect_peer;
+static long (*const bpf_clone_redirect)(struct __sk_buff *skb, __u32 device, __u64 flags) =
+	(void *)BPF_FUNC_clone_redirect;
 static long (*const bpf_skb_change_type)(struct __sk_buff *skb, __u32 type) =
 	(void *)BPF_FUNC_skb_change_type;
 static long (*const bpf_skb_get_tunnel_key)(struct __sk_buff *skb, struct bpf_tunnel_key *key, __u32 size,
@@ -27,8 +29,6 @@ static long (*const bpf_skb_store_bytes)(struct __sk_buff *skb, __u32 offset, co
 					 __u64 flags) = (void *)BPF_FUNC_skb_store_bytes;
 static long (*const bpf_skb_change_tail)(struct __sk_buff *skb, __u32 len, __u64 flags) =
 	(void *)BPF_FUNC_skb_change_tail;
-static long (*const bpf_clone_redirect)(struct __sk_buff *skb, __u32 device, __u64 flags) =
-	(void *)BPF_FUNC_clone_redirect;
 static long (*const bpf_skb_adjust_room)(struct __sk_buff *skb, __s32 len_diff, __u32 mode, __u64 flags) =
 	(void *)BPF_FUNC_skb_adjust_room;
 

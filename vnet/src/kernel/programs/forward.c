@@ -4,6 +4,7 @@
 #include "from_wire.h"
 #include "from_underlay.h"
 #include "from_guest.h"
+#include "from_lan.h"
 #include "from_core.h"
 
 char licence[] SEC("license") = "Dual MIT/GPL";

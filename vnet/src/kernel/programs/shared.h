@@ -82,8 +82,8 @@ struct port {
 	__u32 other;
 };
 
-/* Longest TSO frame in bytes that fits an IP packet with the wire's headers. Interfaces accept TSO frames of any length. */
-#define SUPER_FRAME_MAX 65018
+/* Longest TSO frame in bytes that fits an IP packet with the wire's headers (36 bytes). Interfaces accept TSO frames of any length. */
+#define SUPER_FRAME_MAX 65499
 
 /* Maximum number of links whose datagrams programs take: all links of a host. */
 #define PEERS_MAX 4096
