@@ -43,7 +43,8 @@ def test_ranks_in_two_containers_exchange_messages_of_all_sizes(lab: Topology, t
     before = underlay_packets(lab)
     done = mpirun(lab, "-n", "4", "--", str(tmp_path / "mpi"))
     assert (done.returncode, done.stdout) == (0, "4 ranks agree\n"), done.stderr
-    assert underlay_packets(lab) - before > 1000, "the ranks' messages crossed the hosts' network"
+    # Packets of one message count as one: they are segmented by the last device, if at all.
+    assert underlay_packets(lab) - before > 100, "the ranks' messages crossed the hosts' network"
     done = mpirun(lab, "--", "false")
     assert done.returncode != 0, "the program's failure is passed on"
 

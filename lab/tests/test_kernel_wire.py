@@ -360,7 +360,7 @@ def test_a_machines_flows_outlive_vnetd(machine: Host):
     (tap,) = json.loads(run(["ip", "-n", machine.namespace, "-details", "-json", "link", "show", "vm0"]))
     assert (tap["promiscuity"], tap["allmulti"]) == (0, 0)
     assert run(["tc", "-n", machine.namespace, "qdisc", "show", "dev", "vm0", "clsact"]) == ""
-    assert list((machine.directory / "bpf/vnet").iterdir()) == []
+    assert not (machine.directory / "bpf/vnet").exists()
     start(machine, 0)
 
 

@@ -191,8 +191,9 @@ def _locked(state: Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
 
         def taken() -> bool:
-            state.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileNotFoundError, BlockingIOError):
+                # The `down` of the last other lab may remove the directory's parent at this moment.
+                state.mkdir(parents=True, exist_ok=True)
                 file = stack.enter_context((state / LOCK).open("wb"))
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # The previous holder of the lock may have removed the file.

@@ -188,6 +188,12 @@ pub fn parse(dialect: Dialect, line: &str) -> Result<Command, LanguageError> {
     if line.len() > LINE_MAX {
         return Err(LanguageError::TooLong);
     }
+    let command = command(dialect, line)?;
+    // Older names and omitted words are shorter than what the command is displayed as, which must be a line, too.
+    if command.to_string().len() > LINE_MAX { Err(LanguageError::TooLong) } else { Ok(command) }
+}
+
+fn command(dialect: Dialect, line: &str) -> Result<Command, LanguageError> {
     let mut words = Words { rest: line, syntax: "" };
     let Some(first) = words.next().filter(|word| !word.starts_with('#')) else { return Ok(Command::Nothing) };
     let bare = match dialect {

@@ -109,6 +109,11 @@ fn lines_are_bounded() {
     let line = format!("HELLO {}", "x".repeat(LINE_MAX - 6));
     assert_eq!(console(&line), Ok(Command::Hello));
     assert_eq!(console(&(line.clone() + "x")), Err(LanguageError::TooLong));
+    // Displayed, the transport is added.
+    let line = |len: usize| format!("LINK ADD fd00::2 9000 name={}", "x".repeat(len));
+    let [fits, fits_not] = [LINE_MAX - 31, LINE_MAX - 30].map(|len| console(&line(len)));
+    assert_eq!(fits.map(|command| command.to_string().len()), Ok(LINE_MAX));
+    assert_eq!(fits_not, Err(LanguageError::TooLong));
     assert_eq!(parse_bytes(Dialect::Console, b"\xff"), Err(LanguageError::NotText));
 }
 
