@@ -25,6 +25,8 @@ use crate::listen::until;
 
 /// linux/magic.h
 const BPF_FS_MAGIC: u64 = 0xcafe_4a11;
+/// Files that the kernel may make in a new BPF file system (CONFIG_BPF_PRELOAD).
+const PRELOADED: [&str; 2] = ["maps.debug", "progs.debug"];
 /// asm-generic/socket.h, since Linux 5.14.
 const SO_NETNS_COOKIE: libc::c_int = 71;
 /// Prefixes of the links' files.
@@ -152,7 +154,9 @@ impl Pins {
         // An open file would keep the file system mounted.
         drop(lock);
         if let Some(bpffs) = mounted
-            && entries(&bpffs).is_ok_and(|mut entries| entries.next().is_none())
+            && entries(&bpffs).is_ok_and(|mut entries| {
+                entries.all(|entry| PRELOADED.iter().any(|name| entry.ends_with(name)))
+            })
         {
             unmount(&bpffs);
         }
