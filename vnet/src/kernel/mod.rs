@@ -50,6 +50,8 @@ mod flows;
 mod hooks;
 mod mapping;
 mod pins;
+#[cfg(test)]
+mod pins_tests;
 mod shared;
 #[cfg(test)]
 mod tests;
