@@ -150,12 +150,6 @@ fn judge_access(reader: &mut Reader<'_>, control: &mut ControlSpec) {
         );
         reader.problem(&place, text);
     }
-    if let (Some(http), Some(console)) = (http, console)
-        && http == console
-        && http.port() != 0
-    {
-        reader.problem(&place, format!("http and console are both at {console}; choose another port"));
-    }
 }
 
 /// `[dispatch]`

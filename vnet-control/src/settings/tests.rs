@@ -32,7 +32,10 @@ fn control_in_clear_text_is_limited_to_loopback() {
         ("http = \"localhost:9080\"".into(), "not an address"),
         ("console = \"0.0.0.0:9001\"".into(), "tls_client_ca"),
         (format!("console = \"0.0.0.0:9001\"\n{TLS}"), "tls_client_ca"),
-        ("console = \"127.0.0.1:1\"\nhttp = \"127.0.0.1:1\"".into(), "another port"),
+        (
+            "console = \"127.0.0.1:1\"\nhttp = \"127.0.0.1:1\"".into(),
+            "as [control] http does; choose another",
+        ),
         ("tls_cert = \"/c\"".into(), "belong together"),
         ("tls_key = \"/c\"".into(), "belong together"),
         (CA.into(), "needs TLS"),
