@@ -82,7 +82,7 @@ demo: packages build ## Run the demonstration: two hosts, four guests, one LAN, 
 BENCH ?= all
 .PHONY: bench
 bench: bench-packages build .venv/made ## Compare vnet with its alternatives; publish in docs/.
-	cargo build --release --locked --package vnet --package vnetd --examples
+	cargo build --release --locked --package vnet --package vnetd --package vnet-rdma --examples
 	.venv/bin/python lab/lab bench $(BENCH) --publish $(FLAGS)
 
 # Stages in order; the first failure ends the run. Tests depend on time: only a SCHED_IDLE build runs in parallel to them. It has a

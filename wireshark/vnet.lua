@@ -58,6 +58,8 @@ local f = {
     change = ProtoField.uint8("vnet_rdma.change", "Change", base.DEC, CHANGES),
     type = ProtoField.uint8("vnet_rdma.type", "Type", base.DEC, TYPES),
     count = ProtoField.uint16("vnet_rdma.count", "Count"),
+    name = ProtoField.bytes("vnet_rdma.name", "Process's name at its daemon"),
+    secret = ProtoField.bytes("vnet_rdma.secret", "Secret of the channel"),
     payload = ProtoField.bytes("vnet_rdma.payload", "Payload"),
 }
 
@@ -93,6 +95,11 @@ local KINDS = {
         true,
     },
     [13] = { "FOUND", { { f.op, 4 } }, true },
+    [14] = { "INVITE", { { f.name, 16 }, { f.secret, 16 } } },
+    [15] = {
+        "PLACED",
+        { { f.to, 2 }, { f.from, 2 }, { f.op, 4 }, { f.seq, 4 }, { f.behind, 4 }, { f.key, 8 }, { f.at, 8 }, { f.data, 8 } },
+    },
 }
 local FLAGS = {
     { 0x01, "map", "A map of arrivals follows" },

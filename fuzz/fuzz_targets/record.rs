@@ -25,7 +25,7 @@ fuzz_target!(|data: &[u8]| {
     overlay.begin_reading();
     overlay.end_reading(now_ms);
     let (network, mac) = (NetworkId::DEFAULT, Some(Mac([0x52, 0x54, 0, 0, 0, 1])));
-    overlay.locals(&[Local { network, mac, addresses: vec![], up: true, in_frames: 0 }]);
+    overlay.locals(&[Local { network, mac, addresses: vec![], up: true, departed: false, in_frames: 0 }]);
     let mut lines = data.split(|byte| *byte == b'\n');
     while let (Some(key), Some(value)) = (lines.next(), lines.next()) {
         overlay.put(key, value, 1, now_ms as i64 + 1, now_ms);

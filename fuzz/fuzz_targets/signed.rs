@@ -47,7 +47,7 @@ fuzz_target!(|data: &[u8]| {
     let mut overlay = Overlay::new("h1".into(), 1, Settings { address, networks, ..Settings::default() });
     let mut judge = Authenticator::new(store.clone());
     let (network, mac) = (NetworkId::DEFAULT, Some(Mac([0x52, 0x54, 0, 0, 0, 1])));
-    overlay.locals(&[Local { network, mac, addresses: vec![], up: true, in_frames: 0 }]);
+    overlay.locals(&[Local { network, mac, addresses: vec![], up: true, departed: false, in_frames: 0 }]);
     // Lines: key, value, key, value, …
     let mut revision = 1;
     let mut put = |overlay: &mut Overlay, key: &[u8], value: &[u8]| {

@@ -61,10 +61,12 @@ int main(int argc, char **argv)
 	check(vnet_rdma_open(bind, &node), "open");
 	check(vnet_rdma_endpoint_open(node, 0, &endpoint), "endpoint");
 
-	unsigned char *inbox = calloc(1, LEN), *outbox = malloc(LEN), byte = 0;
+	unsigned char *inbox, *outbox = malloc(LEN), byte = 0;
+	void *memory;
 	uint64_t own_key, key;
-	/* The right neighbour needs no right to read. */
-	check(vnet_rdma_register(endpoint, inbox, LEN, VNET_RDMA_REMOTE_WRITE, &own_key), "register");
+	/* A neighbour on this host writes into memory of the library with one copy, if it may read and write it. */
+	check(vnet_rdma_allocate(endpoint, LEN, VNET_RDMA_REMOTE_READ | VNET_RDMA_REMOTE_WRITE, &memory, &own_key), "allocate");
+	inbox = memory;
 
 	/* The left neighbour learns the key of the inbox, this process that of the right one's. */
 	check(vnet_rdma_receive(endpoint, NULL, &key, sizeof key, 0, 0, 0, 0), "receive");

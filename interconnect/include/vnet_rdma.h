@@ -1,4 +1,4 @@
-/* The vnet interconnect for C: endpoints, registered memory, RDMA writes and reads, messages, over UDP.
+/* The vnet interconnect for C: endpoints, registered memory, RDMA writes and reads, messages, over UDP or shared memory.
  *
  * Link with -lvnet_rdma. Functions return 0 or a negative errno; vnet_rdma_error() has the reason as text, for each thread.
  * All functions may be called from any thread. docs/interconnect.md has a guide and what is promised under failure.
@@ -117,9 +117,13 @@ int vnet_rdma_resolve(const char *name, vnet_rdma_peer *peer);
 /* Whether both are the same endpoint. */
 int vnet_rdma_same_peer(const vnet_rdma_peer *a, const vnet_rdma_peer *b);
 
-/* Registers memory for peers, until it is deregistered. Its first byte has the offset 0. */
+/* Registers memory for peers, until it is deregistered. Its first byte has the offset 0. With VNET_RDMA_ATTACHMENT=daemon only memory of
+ * vnet_rdma_allocate() can be registered: -EFAULT. */
 int vnet_rdma_register(vnet_rdma_endpoint *endpoint, void *start, size_t len, uint32_t access, uint64_t *key);
-/* The same under a key of the program's choice; the first byte has the offset `base`. */
+/* As vnet_rdma_register, with zeroed memory of the library, which lives as long as the node. If peers may read and write it, large writes of a process of
+ * this host take one copy. The program must not write into it while it deregisters it. */
+int vnet_rdma_allocate(vnet_rdma_endpoint *endpoint, size_t len, uint32_t access, void **start, uint64_t *key);
+/* As vnet_rdma_register, under a key of the program's choice; the first byte has the offset `base`. */
 int vnet_rdma_register_at(vnet_rdma_endpoint *endpoint, void *start, size_t len, uint32_t access, uint64_t base, uint64_t key);
 /* When this returns, no peer reads or writes the memory any more. */
 int vnet_rdma_deregister(vnet_rdma_endpoint *endpoint, uint64_t key);
@@ -147,6 +151,13 @@ int vnet_rdma_peek(vnet_rdma_endpoint *endpoint, const vnet_rdma_peer *from, uin
 		   uint64_t claim, vnet_rdma_completion *seen);
 int vnet_rdma_receive_claimed(vnet_rdma_endpoint *endpoint, uint64_t claim, void *start, size_t len, uint64_t context,
 			      uint32_t flags);
+/* How the packets to a peer travel now: by the UDP socket, or through memory shared with a process of the same host, which the host's daemon
+ * gives by itself soon after the first message. VNET_RDMA_MEETING="" in the environment keeps them on the socket. With
+ * VNET_RDMA_ATTACHMENT=daemon, the host's daemon runs the engine and sends all packets. */
+#define VNET_RDMA_ATTACHMENT_UDP 0
+#define VNET_RDMA_ATTACHMENT_SAME_HOST 1
+#define VNET_RDMA_ATTACHMENT_DAEMON 2
+int vnet_rdma_attachment(vnet_rdma_endpoint *endpoint, const vnet_rdma_peer *peer);
 /* Takes a posted buffer back. 0, or -ENOENT: there is none with this context, or its message is on its way. */
 int vnet_rdma_cancel(vnet_rdma_endpoint *endpoint, uint64_t context);
 

@@ -6,12 +6,14 @@ use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use crate::attached::{Endpoint, Node};
 use crate::c_types::{BUFFERED, CAtomic, CCompletion, CPeer, DATA, DISCARD, QUIET, TAGGED};
-use crate::node::{Endpoint, Error, Node, Options, resolve};
+use crate::node::{Error, Options, resolve};
 use crate::proto::{
     Access, Atomic, Change, Completion, Datatype, Kind, Match, Outgoing, PostError, Receive, Shape, Span,
     Status,
 };
+use crate::region::Region;
 
 thread_local! {
     static LAST: RefCell<CString> = RefCell::default();
@@ -24,12 +26,16 @@ fn remember(text: &str) {
 pub(crate) fn code(error: &Error) -> c_int {
     remember(&error.to_string());
     match error {
-        Error::Socket(_, error) => -error.raw_os_error().unwrap_or(libc::EIO),
-        Error::Name(..) | Error::Range(..) | Error::Refused(PostError::BadAtomic) => -libc::EINVAL,
+        Error::Socket(_, error) | Error::Memory(error) => -error.raw_os_error().unwrap_or(libc::EIO),
+        Error::Name(..) | Error::Range(..) | Error::Attachment(_) | Error::Refused(PostError::BadAtomic) => {
+            -libc::EINVAL
+        }
         Error::Refused(PostError::Busy) => -libc::EAGAIN,
         Error::Refused(PostError::NoEndpoint | PostError::UnknownKey) => -libc::ENOENT,
         Error::Refused(PostError::Taken) => -libc::EADDRINUSE,
         Error::Refused(PostError::NoRegion) => -libc::ENOMEM,
+        Error::Daemon(_) => -libc::ENOTCONN,
+        Error::Foreign => -libc::EFAULT,
     }
 }
 
@@ -216,6 +222,10 @@ pub unsafe extern "C" fn vnet_rdma_same_peer(a: *const CPeer, b: *const CPeer) -
     c_int::from(matches!(peers, (Some(a), Some(b)) if a.peer().is_some() && a.peer() == b.peer()))
 }
 
+fn access_of(access: u32) -> Access {
+    Access { read: access & 1 != 0, write: access & 2 != 0 }
+}
+
 /// Registers memory.
 ///
 /// # Safety
@@ -232,10 +242,40 @@ pub unsafe extern "C" fn vnet_rdma_register(
     let Some(endpoint) = unsafe { endpoint.as_ref() }.filter(|_| !key.is_null()) else {
         return invalid("no endpoint, or no place for the key");
     };
-    match endpoint.register(span(start, len), Access { read: access & 1 != 0, write: access & 2 != 0 }) {
+    match endpoint.register(span(start, len), access_of(access)) {
         Ok(registered) => {
             // SAFETY: the pointer is not null, and the caller guarantees that it is writable.
             unsafe { key.write(registered) };
+            0
+        }
+        Err(error) => code(&error),
+    }
+}
+
+/// Allocates memory and registers it.
+///
+/// # Safety
+/// `endpoint` is null or open; `start` and `key` are null or writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vnet_rdma_allocate(
+    endpoint: *mut Endpoint,
+    len: usize,
+    access: u32,
+    start: *mut *mut c_void,
+    key: *mut u64,
+) -> c_int {
+    // SAFETY: the caller guarantees that the pointer is null or open.
+    let Some(endpoint) = unsafe { endpoint.as_ref() }.filter(|_| !start.is_null() && !key.is_null()) else {
+        return invalid("no endpoint, or no place for the memory or the key");
+    };
+    let region = Region::new(endpoint, len, access_of(access));
+    match region.and_then(|region| Ok((region.span(0, len)?.start(), region.key()))) {
+        Ok((memory, registered)) => {
+            // SAFETY: the pointers are not null, and the caller guarantees that they are writable.
+            unsafe {
+                start.write(memory.cast());
+                key.write(registered);
+            }
             0
         }
         Err(error) => code(&error),
@@ -257,8 +297,7 @@ pub unsafe extern "C" fn vnet_rdma_register_at(
 ) -> c_int {
     // SAFETY: the caller guarantees that the pointer is null or open.
     let Some(endpoint) = (unsafe { endpoint.as_ref() }) else { return invalid("no endpoint") };
-    let access = Access { read: access & 1 != 0, write: access & 2 != 0 };
-    result(endpoint.register_at(span(start, len), base, access, Some(key)).map(|_| ()))
+    result(endpoint.register_at(span(start, len), base, access_of(access), Some(key)).map(|_| ()))
 }
 
 /// Deregisters memory.
@@ -512,4 +551,20 @@ pub unsafe extern "C" fn vnet_rdma_cancel(endpoint: *mut Endpoint, context: u64)
     // SAFETY: the caller guarantees that the pointer is null or open.
     let Some(endpoint) = (unsafe { endpoint.as_ref() }) else { return invalid("no endpoint") };
     if endpoint.cancel(context) { 0 } else { -libc::ENOENT }
+}
+
+/// Returns how packets to a peer travel.
+///
+/// # Safety
+/// `endpoint` is null or open; `peer` is null or readable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vnet_rdma_attachment(endpoint: *mut Endpoint, peer: *const CPeer) -> c_int {
+    // SAFETY: the caller guarantees that the pointers are null or valid.
+    let (Some(endpoint), Some(peer)) = (unsafe { (endpoint.as_ref(), peer.as_ref()) }) else {
+        return invalid("no endpoint, or no peer");
+    };
+    peer.peer().map_or_else(
+        || invalid("the peer's family is neither 4 nor 6"),
+        |peer| endpoint.attachment(peer) as c_int,
+    )
 }

@@ -3,9 +3,9 @@
 use std::ffi::c_int;
 use std::time::Duration;
 
+use crate::attached::Endpoint;
 use crate::c_api::{code, invalid};
 use crate::c_types::CCompletion;
-use crate::node::Endpoint;
 use crate::proto::Completion;
 
 /// Sleeps until there may be completions to take.

@@ -6,18 +6,31 @@
 //!
 //! - [`proto`]: the protocol, without I/O;
 //! - `node/`: the engine inside the application: socket, progress, waiting;
+//! - [`ring`]: packets through memory shared with a process of the same host;
+//! - [`meeting`]: how two processes of one host get a ring from its daemon;
+//! - [`daemon`]: the engine in the daemon of the host, for processes that ask for it;
+//! - `attached.rs`, `region.rs`: what applications use, whoever runs the engine;
 //! - `c_api.rs`, `c_wait.rs`: the C interface, declared in `include/vnet_rdma.h`.
 //!
 //! docs/interconnect.md contains a guide, the wire format, and the guarantees under failure.
 
+mod attached;
 mod c_api;
 mod c_types;
 mod c_wait;
+mod closer;
+pub mod daemon;
+pub mod meeting;
 mod node;
 pub mod proto;
+mod random;
+mod region;
+pub mod ring;
 
-pub use node::{Endpoint, Error, Node, Options, Region, resolve};
+pub use attached::{Endpoint, Node};
+pub use node::{Attachment, Error, Options, RingCounters, resolve};
 pub use proto::{
     ATOMIC_BYTES_MAX, Access, Atomic, Change, Completion, Counters, Datatype, Key, Kind, Match, Outgoing,
     Peer, PostError, Receive, Seen, Shape, Span, Status,
 };
+pub use region::Region;

@@ -1,13 +1,21 @@
 //! Processes on this host over real sockets: the measuring program, the ring in Rust and in C, and what a peer's death does.
 
-use std::io::{BufRead, BufReader};
-use std::net::UdpSocket;
+use std::io::{BufRead, BufReader, IoSlice, Write};
+use std::mem::MaybeUninit;
+use std::net::{TcpListener, TcpStream, UdpSocket};
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use vnet_rdma::{Access, Endpoint, Kind, Node, Options, Peer, Region, Status};
+use rustix::net::sockopt::set_socket_linger;
+use rustix::net::{
+    AddressFamily, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix,
+    SocketType, connect, recv, sendmsg, socket,
+};
+use vnet_rdma::meeting::{Host, Message, Place, listen};
+use vnet_rdma::{Access, Attachment, Endpoint, Kind, Node, Options, Peer, Region, Status};
 
 const PERF: &str = env!("CARGO_BIN_EXE_vnet-rdma-perf");
 const BOTH: Access = Access { read: true, write: true };
@@ -50,7 +58,7 @@ fn ring(program: &Path) {
 
 #[test]
 fn a_ring_of_rust_programs() {
-    ring(&built().parent().unwrap().join("examples/ring"));
+    ring(Path::new(example("ring", &[]).get_program()));
 }
 
 #[test]
@@ -65,6 +73,44 @@ fn a_ring_of_c_programs() {
     ring(&program);
 }
 
+/// A program of examples/.
+fn example(name: &str, words: &[&str]) -> Command {
+    let mut command = Command::new(built().parent().unwrap().join("examples").join(name));
+    command.args(words).stdout(Stdio::piped());
+    command
+}
+
+/// The process, and its first line.
+fn started(mut command: Command) -> (Running, String) {
+    let mut running = Running(command.spawn().unwrap());
+    let mut line = String::new();
+    BufReader::new(running.0.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    (running, line.trim().to_owned())
+}
+
+#[test]
+fn checked_writes_pass_a_relay_that_loses_and_delays() {
+    let [server, relay] = names(2).try_into().unwrap();
+    let [server, relay] = [server, relay].map(|name| name.trim_end_matches("/0").to_owned());
+    let (mut serving, name) = started(example("faults", &["serve", &server]));
+    assert_eq!(name, format!("{server}/0"));
+    let (_relaying, ready) = started(example("faults", &["relay", &relay, &server, "10", "10"]));
+    assert_eq!(ready, "ready");
+    let checked = example("faults", &["check", &format!("{relay}/0"), "0.5"]).output().unwrap();
+    let text = String::from_utf8_lossy(&checked.stdout);
+    assert!(checked.status.success() && text.contains("\"wrong_bytes\": 0"), "{text}");
+    assert!(!text.contains("\"resent\": 0"), "lost packets were sent again: {text}");
+    assert!(serving.0.wait().unwrap().success());
+}
+
+#[test]
+fn copies_by_shared_memory_are_timed() {
+    let output = example("copies", &["65536", "0.1"]).output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    let rate: f64 = text.trim().trim_start_matches("{\"bps\": ").trim_end_matches('}').parse().unwrap();
+    assert!(output.status.success() && rate > 1e6, "{text}");
+}
+
 #[test]
 fn the_measuring_program_measures() {
     let server =
@@ -75,28 +121,74 @@ fn the_measuring_program_measures() {
     let output = Command::new(PERF).args(["client", name.trim(), "1000000", "0.2"]).output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success(), "{text} {}", String::from_utf8_lossy(&output.stderr));
-    assert!(text.starts_with("latency_us ") && text.contains("\ngbit_s "), "{text}");
+    assert!(
+        text.starts_with("latency_us ") && text.contains("\ngbit_s ") && text.ends_with(" attachment udp\n"),
+        "{text}"
+    );
     assert!(server.0.wait().unwrap().success());
 }
 
 #[test]
 fn a_killed_peer_is_named() {
-    let server = Command::new(PERF).args(["server", "127.0.0.1:0"]).stdout(Stdio::piped()).spawn().unwrap();
-    let mut server = Running(server);
+    kill_a_peer("", Attachment::Udp);
+}
+
+#[test]
+fn a_killed_peer_on_this_host_is_named() {
+    with_daemon(|name| kill_a_peer(name, Attachment::SameHost));
+}
+
+fn await_attachment(endpoint: &Endpoint, peer: Peer, attachment: Attachment) {
+    let begin = Instant::now();
+    while endpoint.attachment(peer) != attachment && begin.elapsed() < Duration::from_secs(60) {
+        endpoint.poll();
+    }
+    assert_eq!(endpoint.attachment(peer), attachment);
+}
+
+/// Runs `test` with the name of a daemon's socket.
+fn with_daemon(test: impl FnOnce(&str) + std::panic::UnwindSafe) {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    let number = NEXT.fetch_add(1, Ordering::Relaxed);
+    let name = format!("vnet-test-processes-{}-{number}", std::process::id());
+    let mut host = Host::new().unwrap();
+    let mut listener = Some(listen(&name).unwrap());
+    host.set_places(&[Place { id: (1, 1), networks: vec![1] }], |_| listener.take());
+    let stopper = host.stopper();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !host.is_stopped() {
+                host.turn(Duration::from_secs(60)).unwrap();
+            }
+        });
+        let result = std::panic::catch_unwind(|| test(&name));
+        stopper.stop();
+        result.unwrap();
+    });
+}
+
+/// `meeting`: name of the daemon's socket, or empty.
+fn kill_a_peer(meeting: &str, attachment: Attachment) {
+    let mut command = Command::new(PERF);
+    command.args(["server", "127.0.0.1:0"]).env("VNET_RDMA_MEETING", meeting).stdout(Stdio::piped());
+    let mut server = Running(command.spawn().unwrap());
     let mut name = String::new();
     BufReader::new(server.0.stdout.take().unwrap()).read_line(&mut name).unwrap();
     let mut options = Options { bind: "127.0.0.1:0".parse().unwrap(), ..Options::default() };
     options.config.dead_after_ns = 1_000_000_000;
+    options.meeting = Some(meeting.to_owned()).filter(|name| !name.is_empty());
     let node = Node::open(&options).unwrap();
     let endpoint = node.endpoint(None).unwrap();
     let region = Region::new(&endpoint, 1 << 20, BOTH).unwrap();
     let peer = vnet_rdma::resolve(name.trim()).unwrap();
     endpoint.send(peer, region.span(0, 8).unwrap(), None, 1).unwrap();
     assert_eq!(wait(&endpoint, Kind::Send).status, Status::Success);
+    await_attachment(&endpoint, peer, attachment);
     server.0.kill().unwrap();
     server.0.wait().unwrap();
     endpoint.send(peer, region.span(0, 1 << 20).unwrap(), None, 2).unwrap();
     assert_eq!(wait(&endpoint, Kind::Send).status, Status::Unreachable);
+    assert_eq!(endpoint.attachment(peer), Attachment::Udp);
 }
 
 fn wait(endpoint: &Endpoint, kind: Kind) -> vnet_rdma::Completion {
@@ -219,6 +311,58 @@ fn a_thread_that_polls_wakes_the_one_that_sleeps() {
     });
 }
 
+/// Runs this test in a process of its own. Returns true in that process.
+fn is_alone(test: &str) -> bool {
+    const CHILD: &str = "VNET_RDMA_TEST_CHILD";
+    if std::env::var_os(CHILD).is_some() {
+        return true;
+    }
+    let mut child = Command::new(std::env::current_exe().unwrap());
+    let status = child.args(["--exact", test]).env(CHILD, "1").stdout(Stdio::null()).status();
+    assert!(status.unwrap().success());
+    false
+}
+
+/// A hostile process passes the daemon a TCP socket whose close takes a minute. In a process of its own, whose thread waits for that.
+#[test]
+fn the_daemon_waits_for_no_hostile_descriptor() {
+    if !is_alone("the_daemon_waits_for_no_hostile_descriptor") {
+        return;
+    }
+    let name = format!("vnet-test-hostile-{}", std::process::id());
+    let mut host = Host::new().unwrap();
+    let mut listener = Some(listen(&name).unwrap());
+    host.set_places(&[Place { id: (1, 1), networks: vec![1] }], |_| listener.take());
+    let process = socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
+    connect(&process, &SocketAddrUnix::new_abstract_name(name.as_bytes()).unwrap()).unwrap();
+    pass_a_lingering_socket(&process);
+    let begin = Instant::now();
+    while recv(&process, &mut [0; 64], RecvFlags::DONTWAIT) != Ok((0, 0)) {
+        host.turn(Duration::ZERO).unwrap();
+        assert!(begin.elapsed() < Duration::from_secs(30), "disconnected without waiting");
+    }
+    drop(host);
+    assert!(begin.elapsed() < Duration::from_secs(30));
+}
+
+fn pass_a_lingering_socket(process: &OwnedFd) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut passed = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    set_socket_linger(&passed, Some(Duration::from_secs(60))).unwrap();
+    passed.set_nonblocking(true).unwrap();
+    // Nobody reads: bytes stay in the socket.
+    while passed.write(&[0; 1 << 16]).is_ok() {}
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let descriptors = [passed.as_fd()];
+    assert!(control.push(SendAncillaryMessage::ScmRights(&descriptors)));
+    let (bytes, len) = Message::Join([0; 16], [1; 16]).encode();
+    let vector = [IoSlice::new(&bytes[..len])];
+    assert_eq!(sendmsg(process, &vector, &mut control, SendFlags::empty()), Ok(len));
+    // While the other end is open, the close waits.
+    std::mem::forget(listener);
+}
+
 /// All processor time of this process, in hundredths of a second.
 fn cpu() -> u64 {
     let stat = std::fs::read_to_string("/proc/self/stat").unwrap();
@@ -229,21 +373,33 @@ fn cpu() -> u64 {
 /// In a process of its own, because it measures the process.
 #[test]
 fn an_idle_node_sleeps() {
-    const CHILD: &str = "VNET_RDMA_IDLE_CHILD";
-    if std::env::var_os(CHILD).is_none() {
-        let mut child = Command::new(std::env::current_exe().unwrap());
-        let status =
-            child.args(["--exact", "an_idle_node_sleeps"]).env(CHILD, "1").stdout(Stdio::null()).status();
-        assert!(status.unwrap().success());
+    if !is_alone("an_idle_node_sleeps") {
         return;
     }
-    let ((_a, endpoint, _), (_b, other, peer)) = (node(), node());
+    idle("", Attachment::Udp);
+    with_daemon(|name| idle(name, Attachment::SameHost));
+}
+
+fn idle(meeting: &str, attachment: Attachment) {
+    let open = || {
+        let mut options = Options { bind: "127.0.0.1:0".parse().unwrap(), ..Options::default() };
+        options.meeting = Some(meeting.to_owned()).filter(|name| !name.is_empty());
+        let node = Node::open(&options).unwrap();
+        let (endpoint, address) = (node.endpoint(Some(0)).unwrap(), node.address());
+        (node, endpoint, Peer { address, endpoint: 0 })
+    };
+    let ((_a, endpoint, _), (_b, other, peer)) = (open(), open());
     let region = Region::new(&endpoint, 8, BOTH).unwrap();
     endpoint.send(peer, region.span(0, 8).unwrap(), None, 0).unwrap();
     assert_eq!(wait(&endpoint, Kind::Send).status, Status::Success);
+    await_attachment(&endpoint, peer, attachment);
     let before = cpu();
     // One thread waits, the others have nothing to do.
-    assert!(other.wait(Some(Duration::from_secs(2))).is_none());
+    let waiting = Duration::from_secs(2);
+    let begin = Instant::now();
+    while begin.elapsed() < waiting {
+        other.wait(Some(waiting.saturating_sub(begin.elapsed())));
+    }
     assert!(cpu() - before <= 20, "{} hundredths of a second of two seconds", cpu() - before);
 }
 

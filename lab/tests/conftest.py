@@ -30,6 +30,7 @@ LONG = [
     "driving",
     "accounting",
     "move",
+    "migration",
     "kernel_vtep",
 ]
 """The slowest modules, slowest first: one that starts last would keep all other workers waiting."""

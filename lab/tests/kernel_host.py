@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -93,3 +94,10 @@ class Host:
 def devices(namespace: str) -> list[str]:
     """Names of the devices in a network namespace."""
     return [link["ifname"] for link in json.loads(run(["ip", "-n", namespace, "-json", "link"]))]
+
+
+def assert_none_lost(text: str) -> None:
+    """Asserts from what `ping` printed that every ping was answered once; the last one may be on its way."""
+    sent, received = (int(re.search(rf"(\d+) {word}", text)[1]) for word in ("packets transmitted", "received"))
+    assert sent - received <= 1, text
+    assert "duplicates" not in text, text

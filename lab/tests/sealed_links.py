@@ -3,9 +3,9 @@
 import contextlib
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 from checks import ping
 
@@ -29,13 +29,18 @@ def underlay_capture(host: Node) -> Iterator[list[bytes]]:
     """Captures a host's underlay device while the context lasts; afterwards the list holds the capture file's bytes."""
     found: list[bytes] = []
     path = host.file(".pcap")
-    words = ["timeout", "4", "tcpdump", "-U", "-n", "-i", "eth0", "-s", "0", "-w", str(path)]
-    with ThreadPoolExecutor() as pool:
-        running = pool.submit(machine.attempt, host, *words)
-        wait_until("tcpdump to begin", path.exists, 5)
-        time.sleep(0.3)
+    # A file of an earlier capture does not show that this one has begun.
+    path.unlink(missing_ok=True)
+    words = ["tcpdump", "--immediate-mode", "-U", "-n", "-i", "eth0", "-s", "0", "-w", str(path)]
+    capture = subprocess.Popen(machine.namespace_command(host, words), stderr=subprocess.DEVNULL)
+    try:
+        wait_until("tcpdump to begin", lambda: path.exists() and path.stat().st_size > 0, 30)
         yield found
-        running.result()
+        # Packets that have been sent reach the capture a moment later.
+        time.sleep(0.5)
+    finally:
+        capture.terminate()
+        capture.wait(30)
     found.append(path.read_bytes())
 
 

@@ -14,9 +14,9 @@ from checks import wait_for_path
 
 from vnetlab import lab, machine, measure, remote, underlay
 from vnetlab.bench import plot, runner, suite, usage
+from vnetlab.bench.case import Case, Turn
 from vnetlab.bench.contenders import Ends
 from vnetlab.bench.result import METRICS, Failure, Result
-from vnetlab.bench.suite import Case, Turn
 from vnetlab.daemon import REPOSITORY
 from vnetlab.evaluate import files, network, papers, ranks, report, store
 from vnetlab.evaluate.claims import Claim

@@ -1,23 +1,29 @@
-"""MPI over the libfabric provider, between containers of two hosts: past TCP, over the overlay.
+"""The interconnect and MPI over its provider: over the overlay, in shared memory on one host, with a virtual machine.
 
 With VNET_TEST_HPCC=1 also the HPC Challenge suite, which takes a minute on an idle machine.
 """
 
 import os
 import re
+import signal
 import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from conftest import MakeLab
-from sealed_links import underlay_capture
+from checks import metrics
+from conftest import PROGRAMS, MakeLab
+from sealed_links import hang_up, underlay_capture
 
-from vnetlab import machine
+from vnetlab import daemon, machine, process
 from vnetlab.bench import mpi
 from vnetlab.bench.contenders import absent
 from vnetlab.daemon import REPOSITORY
-from vnetlab.run import run
-from vnetlab.topology import Topology
+from vnetlab.lab import start_daemon
+from vnetlab.run import run, wait_until
+from vnetlab.topology import Node, Topology
 
 PROGRAM = REPOSITORY / "fabric" / "tests" / "mpi.c"
 DISSECTOR = REPOSITORY / "wireshark" / "vnet.lua"
@@ -29,7 +35,7 @@ ORDER = 50
 
 @pytest.fixture(scope="module")
 def lab(make_lab: MakeLab) -> Topology:
-    return make_lab(vms=0)
+    return make_lab(vms=0, containers=2)
 
 
 def mpirun(lab: Topology, *words: str) -> subprocess.CompletedProcess[str]:
@@ -78,6 +84,160 @@ def test_wireshark_shows_packets_inside_the_links_datagrams(lab: Topology, tmp_p
     kinds = {int(kind) for line in lines for kind in line.split("\t")[1].split(",")}
     assert kinds >= {HELLO, WELCOME, MESSAGE, WRITE, OFFER, PULL, END}, kinds
     assert any(far.address in line for line in lines), "addresses of the overlay, inside"
+
+
+def measured(lab: Topology, near: str, far: str, *prefix: str, seconds: str = "0.2") -> dict[str, str]:
+    """The figures of vnet-rdma-perf between two containers."""
+    with perf_server(lab.find(far)) as name:
+        words = [*prefix, "vnet-rdma-perf", "client", name, "1048576", seconds]
+        words = machine.execute(lab.find(near), *words, timeout_s=120).split()
+        return dict(zip(words[::2], words[1::2], strict=True))
+
+
+@contextmanager
+def perf_server(node: Node, *prefix: str) -> Iterator[str]:
+    """Serves one client; yields the endpoint's name."""
+    words = ["timeout", "120", *prefix, "vnet-rdma-perf", "server", f"{node.address}:7000", "once"]
+    words = machine.namespace_command(node, words)
+    with subprocess.Popen(words, env=machine.environment(node), stdout=subprocess.PIPE, text=True) as server:
+        yield server.stdout.readline().strip()
+        assert server.wait(60) == 0
+
+
+def test_containers_of_one_host_use_shared_memory_by_themselves(lab: Topology):
+    """Nothing is locked in memory, so a limit of 8 MiB is no obstacle."""
+    frames = daemon.ask(lab.hosts[0], "stats")["balance"]["in"]
+    assert measured(lab, "h1c1", "h1c2", "prlimit", "--memlock=8388608:8388608")["attachment"] == "same-host"
+    # A write of 1 MiB would take 16 super-frames.
+    assert daemon.ask(lab.hosts[0], "stats")["balance"]["in"] - frames < 1000
+    assert measured(lab, "h1c1", "h1c2", "env", "VNET_RDMA_MEETING=")["attachment"] == "udp"
+    assert measured(lab, "h1c1", "h2c1")["attachment"] == "udp", "another host has another daemon"
+
+
+def test_applications_outlive_a_killed_vnetd(lab: Topology):
+    """The memory it gave ends with it; packets take the network again as soon as it is there."""
+    host, near = lab.hosts[0], lab.find("h1c1")
+    with perf_server(lab.find("h1c2")) as name:
+        words = machine.namespace_command(near, ["timeout", "120", "vnet-rdma-perf", "client", name, "1048576", "3"])
+        with subprocess.Popen(words, env=machine.environment(near), stdout=subprocess.PIPE, text=True) as client:
+            wait_until("the client to use a ring", lambda: has_ring(near), 60)
+            os.kill(process.find(host.file(".pid")), signal.SIGKILL)
+            wait_until("vnetd to end", lambda: process.find(host.file(".pid")) is None, 60)
+            start_daemon(lab, host)
+            assert client.wait(60) == 0
+            assert "latency_us" in client.stdout.read()
+
+
+def test_vnetd_runs_the_engine_where_the_network_allows_it(lab: Topology):
+    """By `vnet-rdma-perf` between two hosts: the client's engine in vnetd, then the server's."""
+    host, near, far = lab.hosts[0], lab.find("h1c1"), lab.find("h2c1")
+    by_daemon = ("env", "VNET_RDMA_ATTACHMENT=daemon")
+    refused = machine.attempt(near, *by_daemon, "vnet-rdma-perf", "server", f"{near.address}:7001", "once")
+    assert refused[0] != 0
+    assert "daemon_engine = true" in refused[1]
+    text = host.file(".toml").read_text()
+    host.file(".toml").write_text(text.replace("[[network]]\nid = 1\n", "[[network]]\nid = 1\ndaemon_engine = true\n"))
+    hang_up(host)
+    client = [*by_daemon, "vnet-rdma-perf", "client"]
+    unreachable = f"{near.address}:7002/0"
+    wait_until(
+        "network 1 to allow it",
+        lambda: "daemon_engine" not in machine.attempt(near, "timeout", "1", *client, unreachable, "1", "0.1")[1],
+        60,
+    )
+    assert measured(lab, "h1c1", "h2c1", *by_daemon)["attachment"] == "daemon"
+    with perf_server(near, *by_daemon) as name:
+        machine.execute(far, "vnet-rdma-perf", "client", name, "1048576", "0.2", timeout_s=120)
+    assert rdma_metric(host, near, "out_bytes_total") > 1 << 20
+
+    def is_throttled() -> bool:
+        with perf_server(far) as name:
+            machine.execute(near, *client, name, "16384", "0.1", timeout_s=120)
+        return rdma_metric(host, near, "throttled_turns_total") > 0
+
+    daemon.ask(host, "interface", "set", near.name, "rate_limit=20")
+    try:
+        wait_until("the interface's rate to hold", is_throttled, 60)
+    finally:
+        daemon.ask(host, "interface", "set", near.name, "rate_limit=0")
+    # A killed application leaves nothing behind.
+    words = machine.namespace_command(
+        near, ["setpriv", "--pdeathsig", "KILL", *by_daemon, "vnet-rdma-perf", "server", f"{near.address}:7003"]
+    )
+    with subprocess.Popen(words, env=machine.environment(near), stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout.readline().strip() == f"{near.address}:7003/0"
+        wait_until("its memory to be counted", lambda: rdma_metric(host, near, "registered_bytes") > 0, 60)
+        server.kill()
+    wait_until("its memory to be revoked", lambda: rdma_metric(host, near, "registered_bytes") == 0, 60)
+    wait_until("its end to be counted", lambda: rdma_metric(host, near, "processes") == 0, 60)
+    assert (rdma_metric(host, near, "refusals_total"), rdma_metric(host, near, "broken_total")) == (0, 0)
+
+
+def rdma_metric(host: Node, container: Node, name: str) -> int:
+    """A value of vnetd's engine for the applications of a container."""
+    labels = f'netns="{container.namespace}"'
+    found = re.search(rf"^vnet_rdma_{name}\{{{labels}\}} (\d+)$", metrics(host), re.MULTILINE)
+    return int(found[1]) if found else 0
+
+
+def test_another_tenant_gets_no_shared_memory(lab: Topology):
+    host, namespace = lab.hosts[0], f"{lab.settings.name}-other"
+    add = ["interface", "add", "--kind", "tap", "--netns", namespace]
+    with host.file(".toml").open("a") as file:
+        file.write("\n[[network]]\nid = 7\n")
+    hang_up(host)
+    run(["ip", "netns", "add", namespace])
+    try:
+        wait_until(
+            "network 7 to be declared",
+            lambda: machine.attempt(host, "vnet", *add, "other", "--device", "other", "--network", "7")[0] == 0,
+            60,
+        )
+        with at_the_meeting_point(lab.find("h1c1").namespace) as (name, _), at_the_meeting_point(namespace) as (_, ask):
+            assert ask(f"join {name}") == "absent"
+            daemon.vnet(host, *add, "shared", "--device", "shared", "--network", "1")
+            wait_until("the new network to count", lambda: ask(f"join {name}") == "ring", 60)
+            daemon.vnet(host, "interface", "del", "shared")
+            assert ask("end") == "ended", "the configuration forbids it again"
+            assert ask(f"join {name}") == "absent"
+    finally:
+        for interface in ("other", "shared"):
+            machine.attempt(host, "vnet", "interface", "del", interface)
+        run(["ip", "netns", "del", namespace])
+
+
+@contextmanager
+def at_the_meeting_point(namespace: str) -> Iterator[tuple[str, Callable[[str], str]]]:
+    """A process in a namespace: its name, and a function that gives it a command and returns the answer."""
+    words = ["ip", "netns", "exec", namespace, sys.executable, str(PROGRAMS / "meeting.py")]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as running:
+
+        def ask(command: str) -> str:
+            print(command, file=running.stdin, flush=True)
+            return running.stdout.readline().strip()
+
+        yield running.stdout.readline().strip(), ask
+        running.stdin.close()
+
+
+def has_ring(node: Node) -> bool:
+    """Whether a process in the container has mapped the memory of a ring."""
+    pids = run(["ip", "netns", "pids", node.namespace]).split()
+    return any("memfd:vnet-rdma" in Path(f"/proc/{pid}/maps").read_text() for pid in pids)
+
+
+def test_ranks_in_containers_and_a_virtual_machine(make_lab: MakeLab, tmp_path: Path):
+    """Replaces the lab of the tests before."""
+    topology = make_lab(hosts=1, containers=2, vms=1, mpi=True)
+    run(["mpicc", "-O1", "-o", str(tmp_path / "mpi"), str(PROGRAM)])
+    done = mpirun(topology, "-n", "3", "--", str(tmp_path / "mpi"))
+    assert (done.returncode, done.stdout) == (0, "3 ranks agree\n"), done.stderr
+    where = tmp_path / "where"
+    where.write_text("#!/bin/sh\nhostname\n")
+    where.chmod(0o755)
+    done = mpirun(topology, "-n", "3", "--tcp", "--", str(where))
+    # The rank beside mpirun keeps this machine's name.
+    assert {"h1c2", "h1v1"} < set(done.stdout.split()), (done.stdout, done.stderr)
 
 
 def underlay_packets(lab: Topology) -> int:

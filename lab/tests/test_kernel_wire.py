@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from kernel_host import Host, devices
+from kernel_host import Host, assert_none_lost, devices
 
 from vnetlab.run import LabError, run, wait_until
 
@@ -152,12 +152,13 @@ def test_known_flows_pass_no_dispatcher(hosts: list[Host]):
 @pytest.mark.parametrize("size", [1472, 8800, 65000])
 def test_datagrams_of_any_size_arrive(hosts: list[Host], size: int):
     """The containers' MTU is the underlay's, so frames of that size do not fit one datagram of the wire."""
-    answered, fragments = [], created_fragments()
+    answered, fragments, by_device = [], created_fragments(), carried(hosts[0])
     moved = hosts[0].grows(10, lambda: answered.append(ping(10, "-s", str(size))))
     assert answered == [10]
     assert moved[1] < moved[0] / 2
     # A fragment is sent in two frames. Whole datagrams of that size leave in two fragments.
     assert created_fragments() - fragments == (0 if size > 1472 else 20)
+    assert size == 1472 or not MAKES_DATAGRAMS or carried(hosts[0]) - by_device < 60, "trials, and no more"
     hosts[1].balance()
 
 
@@ -350,10 +351,7 @@ def test_a_machines_flows_outlive_vnetd(machine: Host):
             each.send_signal(signal.SIGINT)
         texts = [each.communicate(timeout=30)[0] for each in pings]
     for text in texts:
-        sent = int(re.search(r"(\d+) packets transmitted", text)[1])
-        # The last one may be on its way.
-        assert sent - int(re.search(r"(\d+) received", text)[1]) <= 1, text
-        assert "duplicates" not in text
+        assert_none_lost(text)
     machine.balance()
     assert machine.end(signal.SIGTERM) == 0
     assert devices(machine.namespace) == ["lo", "eth0", "vm0"]
@@ -401,10 +399,7 @@ def test_established_flows_outlive_a_hosts_vnetd(hosts: list[Host]):
     finally:
         pings.send_signal(signal.SIGINT)
         text = pings.communicate(timeout=30)[0]
-    sent = int(re.search(r"(\d+) packets transmitted", text)[1])
-    # The last one may be on its way.
-    assert sent - int(re.search(r"(\d+) received", text)[1]) <= 1, text
-    assert "duplicates" not in text
+    assert_none_lost(text)
     for host in hosts:
         host.balance()
 

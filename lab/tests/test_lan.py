@@ -38,7 +38,7 @@ def test_ping(topology: Topology, source: str, destination: str):
 def test_iperf3(topology: Topology, source: str, destination: str):
     one, other = topology.find(source), topology.find(destination)
     assert measure.throughput(one, other, seconds=1) > 10e6
-    assert measure.throughput(one, other, "--udp", "--bitrate", "10M", seconds=1) > 9e6
+    assert measure.throughput(one, other, "--udp", "--bitrate", "10M", seconds=1) > 8e6
 
 
 @pytest.mark.parametrize(

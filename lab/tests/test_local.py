@@ -83,7 +83,8 @@ def test_frames_to_other_stations_stay_on_the_lan(topology: Topology):
     wait_for(lambda: unsubscribed(host) - before["discards"]["not_asked"] >= 50)
     after = port(settled(host), "interface", "lan")
     assert after["discards"]["not_asked"] - before["discards"]["not_asked"] == 50
-    assert after["in_frames"] == before["in_frames"], "frames flooded into the overlay"
+    # The stations' own kernels may send a frame of IPv6 meanwhile.
+    assert after["in_frames"] - before["in_frames"] < 10, "frames flooded into the overlay"
 
 
 def test_reflected_frames_are_dropped(topology: Topology):

@@ -4,9 +4,11 @@ import os
 import re
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from checks import (
+    TOO_BIG,
     assert_balanced,
     link,
     logged_after,
@@ -157,6 +159,59 @@ def test_a_revoked_peer_is_refused(topology: Topology):
     wait_for_state(near, "up")
     wait_for_path(topology.find("h1c1"), topology.find("h2c1").address)
     assert "revoked" in run([str(daemon.binaries() / "vnet"), "keys", "show", "--dir", folder])
+
+
+def test_forged_icmp_does_not_change_the_path_mtu(topology: Topology):
+    """Only the peer's answers to probes count: anybody can send ICMP."""
+    near, far = topology.hosts
+    one, other = topology.find("h1c1"), topology.find("h2c1")
+    wait_for_path(one, other.address)
+    mtu = link(near)["mtu"]
+    machine.execute(far, "python3", "-c", TOO_BIG, far.address, near.address, "9000")
+    route = ["ip", "route", "get", far.address]
+    wait_until("the kernel to believe it", lambda: "mtu 1300" in machine.execute(near, *route), 5)
+    for _ in range(5):
+        assert reaches(one, other.address, "-s", "8000")
+        assert link(near)["mtu"] == mtu
+        # vnetd asks the kernel once a second.
+        time.sleep(0.5)
+    assert "mtu 1300" in machine.execute(near, *route), "the kernel still believes it"
+
+
+SYN_FLOOD = """
+import socket, struct, sys, time
+address = socket.inet_aton(sys.argv[1])
+def checksum(data):
+    total = sum(struct.unpack(f'!{len(data) // 2}H', data))
+    total = (total & 0xffff) + (total >> 16)
+    return ~((total & 0xffff) + (total >> 16)) & 0xffff
+with socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_RAW) as s:
+    for n in range(8000):
+        source = address[:3] + bytes([100 + n % 100])
+        tcp = struct.pack('!HHIIBBHHH', 1024 + n, 9000, n, 0, 0x50, 2, 65535, 0, 0)
+        tcp = tcp[:16] + struct.pack('!H', checksum(source + address + struct.pack('!HH', 6, 20) + tcp)) + tcp[18:]
+        s.sendto(struct.pack('!BBHHHBBH', 0x45, 0, 40, 0, 0, 64, 6, 0) + source + address + tcp, (sys.argv[1], 0))
+        time.sleep(0.0005)
+"""
+"""Begins TCP connections to port 9000 from addresses of the underlay that nobody has."""
+
+
+def test_keys_are_renewed_under_a_flood_of_forged_connections(topology: Topology):
+    """The kernel answers by SYN cookies, which keep no state for addresses that may be forged."""
+    near, far = topology.hosts
+    wait_for_state(near, "up")
+    command = machine.namespace_command(near, ["python3", "-c", SYN_FLOOD, far.address])
+    ages = []
+    with ThreadPoolExecutor() as pool:
+        flood = pool.submit(run, command)
+        while not flood.done():
+            ages.append(link(near)["keys_s"])
+            time.sleep(0.3)
+        flood.result()
+    assert ages != sorted(ages), f"no rekey: {ages}"
+    names, values = [line.split() for line in machine.execute(far, "cat", "/proc/net/netstat").splitlines()[:2]]
+    assert int(values[names.index("SyncookiesSent")]) > 0
+    assert link(near)["state"] == "up"
 
 
 def test_every_frame_is_accounted_for(topology: Topology):

@@ -9,13 +9,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from vnetlab import channel, console, demo, lab, machine, measure
+from vnetlab import channel, console, demo, lab, machine, measure, migration
 from vnetlab.bench import command as bench
 from vnetlab.bench import mpi
 from vnetlab.evaluate import command as evaluate
 from vnetlab.run import LabError
 from vnetlab.topology import Kind, Node, Settings, Topology, Wire
 
+MPIRUN_S = 3600
+"""Time limit of an MPI program that a virtual machine starts."""
 EPILOG = """\
 Nodes are hosts (h1), containers (h1c1) and virtual machines (h1v1), counted from 1.
 Overlay addresses are 10.77.HOST.N for containers and 10.77.HOST.(100+N) for virtual machines, underlay addresses
@@ -25,6 +27,7 @@ Examples:
   lab up --hosts 3 --mtu 9000
   lab exec h1c1 -- ping -c 3 $(lab address h3v1)
   lab exec h1 -- vnet stats
+  lab migrate h1v1 h2
   lab mpirun -n 4 -- ./program
   lab down
 """
@@ -93,6 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         default="veth",
         help="kind of the containers' interfaces (default: veth)",
     )
+    up.add_argument("--mpi", action="store_true", help="Open MPI in virtual machines, too, for 'lab mpirun'")
     up.add_argument("--ipv6", action="store_true", help="links use the underlay's IPv6 addresses")
     up.add_argument("--sealed", action="store_true", help="sealed links, with a certificate authority of the lab")
 
@@ -104,7 +108,11 @@ def _parser() -> argparse.ArgumentParser:
     execute.add_argument(
         "--timeout", type=float, default=3600, metavar="S", help="time limit in seconds, in a virtual machine"
     )
-    mpirun = add("mpirun", _mpirun, "Run an MPI program across the containers, past TCP: over the interconnect.")
+    mpirun = add(
+        "mpirun",
+        _mpirun,
+        "Run an MPI program past TCP, across containers and the virtual machines of 'up --mpi'.",
+    )
     mpirun.add_argument("-n", type=int, default=2, metavar="N", dest="ranks", help="ranks (default: 2)")
     mpirun.add_argument("--tcp", action="store_true", help="messages by TCP, for comparison")
     mpirun.add_argument("words", nargs="+", metavar="PROGRAM", help="after --; with its arguments")
@@ -112,6 +120,9 @@ def _parser() -> argparse.ArgumentParser:
     console.add_argument("node", help="h1v1")
     address = add("address", _address, "Print a node's address.")
     address.add_argument("node", help="h1, h1c1 or h1v1")
+    moving = add("migrate", _migrate, "Move a running virtual machine to another host, by QEMU's live migration.")
+    moving.add_argument("node", help="h1v1")
+    moving.add_argument("to", help="h2")
     measuring = add("measure", _measure, "Measure every pair of a lab that is up, by ping and iperf3.")
     measuring.add_argument("--repeat", type=int, default=1, metavar="N", help="iperf3 runs for each pair (default: 1)")
     measuring.add_argument("--json", action="store_true", help="print JSON")
@@ -154,12 +165,21 @@ def _exec(arguments: argparse.Namespace) -> int | None:
 
 def _mpirun(arguments: argparse.Namespace) -> int:
     topology = lab.load(arguments.name)
-    containers = topology.machines(Kind.CONTAINER)
-    if not containers or arguments.ranks < 1:
-        raise LabError("MPI programs run in containers: bring a lab up with at least one, and start at least one rank")
-    nodes = [containers[rank % len(containers)] for rank in range(arguments.ranks)]
+    machines = topology.machines(None if topology.settings.mpi else Kind.CONTAINER)
+    # Containers first: from them, Open MPI's daemons start everywhere.
+    machines.sort(key=lambda node: node.kind is Kind.VM)
+    if not machines or arguments.ranks < 1:
+        raise LabError(
+            "MPI programs run in containers, and in virtual machines of 'lab up --mpi': bring a lab up with at least "
+            "one, and start at least one rank"
+        )
+    nodes = [machines[rank % len(machines)] for rank in range(arguments.ranks)]
+    program, *words = arguments.words
+    words = [mpi.install(nodes, program), *words]
     with mpi.launcher(nodes, mpi.TCP if arguments.tcp else mpi.FABRIC) as mpirun:
-        command = machine.namespace_command(nodes[0], [*mpirun, *arguments.words])
+        if nodes[0].kind is Kind.VM:
+            return channel.execute(nodes[0], [*mpirun, *words], MPIRUN_S, _write)
+        command = machine.namespace_command(nodes[0], [*mpirun, *words])
         return subprocess.run(command, check=False, env=machine.environment(nodes[0])).returncode
 
 
@@ -169,6 +189,16 @@ def _console(arguments: argparse.Namespace) -> None:
 
 def _address(arguments: argparse.Namespace) -> None:
     print(lab.load(arguments.name).find(arguments.node).address)
+
+
+def _migrate(arguments: argparse.Namespace) -> None:
+    topology = lab.load(arguments.name)
+    machine, destination = _guest(topology, arguments.node), topology.find(arguments.to)
+    migrated = migration.migrate(topology, machine, destination)
+    print(
+        f"{machine.name} is on {destination.name}: {migrated.mib} MiB in {migrated.seconds:g} s; "
+        f"it stood still for {migrated.downtime_ms} ms"
+    )
 
 
 def _measure(arguments: argparse.Namespace) -> None:

@@ -26,6 +26,10 @@ LISTEN = {
 """Additional lines of [bridge] by encapsulation."""
 
 
+PROVIDER = "libvnet_fi.so"
+"""The libfabric provider, beside `vnetd` and `vnet`."""
+
+
 def binaries() -> Path:
     """The directory of `vnetd` and `vnet`: $VNET_BINARIES, or that of a release build of this repository by cargo.
 

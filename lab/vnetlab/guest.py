@@ -5,13 +5,15 @@ QEMU runs in the root namespace: it needs only vnetd's socket.
 
 from pathlib import Path
 
-from vnetlab import process
+from vnetlab import channel, process
 from vnetlab.channel import PORTS
 from vnetlab.image import Image
 from vnetlab.run import LabError, wait_until
 from vnetlab.topology import Node, Topology
 
 BOOT_S = 60
+SHELL_PORT = 2000
+"""A virtual machine's port with a shell, after `open_shell`."""
 QEMU = "qemu-system-x86_64"
 KERNEL_OPTIONS = "console=ttyS0 quiet panic=-1 mitigations=off tsc=reliable no_timer_check cryptomgr.notests"
 """These options do not affect the network, and shorten the boot on an emulated processor by a third."""
@@ -22,10 +24,10 @@ def start(topology: Topology, guest: Node, image: Image) -> None:
     launch(guest, command(topology, guest, image))
 
 
-def launch(guest: Node, words: list[str]) -> None:
-    """Starts a guest with a given command line."""
-    guest.file(".console.log").unlink(missing_ok=True)
-    process.start(words, guest.file(".pid"), guest.file(".log"))
+def launch(guest: Node, words: list[str], place: str = "") -> None:
+    """Starts a guest with a given command line; `place` as in `command`."""
+    guest.file(f"{place}.console.log").unlink(missing_ok=True)
+    process.start(words, guest.file(f"{place}.pid"), guest.file(f"{place}.log"))
 
 
 def wait(guest: Node) -> None:
@@ -43,10 +45,16 @@ def wait(guest: Node) -> None:
     wait_until(f"{guest.name} to boot", ready, BOOT_S, console)
 
 
-def vhost_user(guest: Node, queues: int = 1) -> list[str]:
+def open_shell(guest: Node) -> None:
+    """Lets other machines of the overlay run commands in a guest, as Open MPI does: nobody but them can reach it."""
+    words = f"setsid nc -ll -p {SHELL_PORT} -e /bin/sh >/dev/null 2>&1 </dev/null &"
+    channel.execute(guest, [words], BOOT_S, lambda _: None)
+
+
+def vhost_user(guest: Node, queues: int = 1, place: str = "") -> list[str]:
     """QEMU's arguments for a network device that vnetd serves."""
     return [
-        *("-chardev", f"socket,id=vhost,path={guest.file('.vhost')},reconnect=1"),
+        *("-chardev", f"socket,id=vhost,path={guest.file(f'{place}.vhost')},reconnect=1"),
         *("-netdev", f"vhost-user,id=net,chardev=vhost,queues={queues}"),
     ]
 
@@ -59,10 +67,12 @@ def command(
     msix: bool = False,
     device: str = "",
     memory: str = "",
+    place: str = "",
 ) -> list[str]:
     """A guest's QEMU command line; vnetd serves its network device unless `netdev` replaces it.
 
     `netdev` must name its back end "net"; `device` and `memory` are additional properties of network device and memory.
+    `place` stands before the suffixes of QEMU's files, for a second QEMU of the same guest (`migration`).
     QEMU 7.2 crashes under TCG when a vhost-user device uses MSI-X; other back ends may use it.
     """
     mtu = topology.mtu(guest)
@@ -72,15 +82,16 @@ def command(
     queues = topology.settings.queues
     many = ",mq=on" if queues > 1 else ""
     options = f"{KERNEL_OPTIONS} vnet.name={guest.name} vnet.address={guest.address}/16 vnet.mtu={mtu}"
-    console = f"socket,id=console,path={guest.file('.console')},server=on,wait=off"
-    serials = [["-chardev", f"{console},logfile={guest.file('.console.log')}", "-serial", "chardev:console"]]
+    console = f"socket,id=console,path={guest.file(f'{place}.console')},server=on,wait=off"
+    serials = [["-chardev", f"{console},logfile={guest.file(f'{place}.console.log')}", "-serial", "chardev:console"]]
     for number in range(1, PORTS + 1):
-        port = f"socket,id=serial{number},path={guest.file(f'.serial{number}')},server=on,wait=off"
+        port = f"socket,id=serial{number},path={guest.file(f'{place}.serial{number}')},server=on,wait=off"
         serials.append(["-chardev", port, "-serial", f"chardev:serial{number}"])
     return [
         QEMU,
         *("-name", f"{guest.lab}-{guest.name},debug-threads=on", "-nodefaults", "-no-user-config", "-display", "none"),
         *("-machine", "pc", *accelerator(), "-smp", str(queues), "-m", image.memory),
+        *("-qmp", f"unix:{guest.file(f'{place}.qmp')},server=on,wait=off"),
         *("-kernel", str(image.kernel), "-initrd", str(image.initramfs), "-append", options),
         # vhost-user: the guest's memory is shared with vnetd.
         *(
@@ -89,7 +100,7 @@ def command(
             "-numa",
             "node,memdev=mem",
         ),
-        *(netdev or vhost_user(guest, queues)),
+        *(netdev or vhost_user(guest, queues, place)),
         *("-device", f"virtio-net-pci,netdev=net,mac={guest.mac}{vectors},romfile={host_mtu}{many}{_more(device)}"),
         *(word for serial in serials for word in serial),
     ]

@@ -14,7 +14,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vnetlab.run import LabError, progress, run
@@ -24,6 +24,19 @@ MODULES = ("virtio_pci", "virtio_net")
 TOOLS = ("iperf3", "ping", "tcpdump", "ethtool")
 PASSWD = b"root:x:0:0:root:/root:/bin/sh\ntcpdump:x:1:1::/:/bin/false\n"
 """tcpdump drops root privileges to its own user."""
+OPEN_MPI = ("openmpi-bin", "openmpi-common", "libopenmpi3", "libpmix2")
+"""Debian packages of Open MPI."""
+OPEN_MPI_PARTS = (
+    "bin/orted",
+    "/openmpi3/mca_",
+    "/lib/pmix/",
+    "/etc/openmpi/",
+    "/etc/pmix",
+    "/share/openmpi/",
+    "/share/pmix/",
+)
+"""Parts of paths of what Open MPI opens while it runs. Libraries come with the programs that are linked to them."""
+OTHER_HARDWARE = ("psm", "ucx", "uct", "openib", "usnic")
 INIT = Path(__file__).parent.parent / "guest" / "init"
 
 
@@ -48,6 +61,17 @@ class Recipe:
 
 GUEST = Recipe()
 """The guests of labs."""
+
+
+def with_open_mpi(recipe: Recipe, *files: Path) -> Recipe:
+    """A recipe with Open MPI added, from the files of this machine's packages, and further files."""
+    mpirun = _tool("mpirun")
+    listed = [
+        line for line in run(["dpkg", "-L", *OPEN_MPI]).splitlines() if any(part in line for part in OPEN_MPI_PARTS)
+    ]
+    paths = [Path(line) for line in listed if not any(part in line for part in OTHER_HARDWARE)]
+    found = [path for path in paths if path.is_file()]
+    return replace(recipe, files=(*recipe.files, *found, *files), programs=(*recipe.programs, mpirun), memory="512M")
 
 
 @dataclass(frozen=True)
@@ -175,7 +199,7 @@ def _files(recipe: Recipe, tree: Path, release: str) -> Iterator[tuple[str, tupl
     paths |= {f"usr/bin/{program.name}": program for program in recipe.programs}
     paths |= {str(path).lstrip("/"): path for path in recipe.files}
     for binary in [path for name, path in paths.items() if _linked(name)]:
-        for library in _libraries(binary):
+        for library in libraries(binary):
             paths[str(library).lstrip("/")] = library.resolve()
 
     yield "etc/passwd", (stat.S_IFREG | 0o644, PASSWD)
@@ -246,7 +270,7 @@ def _tool(name: str) -> Path:
     return Path(path)
 
 
-def _libraries(binary: Path) -> list[Path]:
+def libraries(binary: Path) -> list[Path]:
     """Shared libraries that `binary` loads, including the loader, by the paths that it uses."""
     return [Path(path) for path in re.findall(r"(/\S+) \(0x", run(["ldd", str(binary)]))]
 

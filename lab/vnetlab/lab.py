@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from vnetlab import container, daemon, guest, process, store, underlay
-from vnetlab.image import Image, ensure_image
+from vnetlab.image import GUEST, Image, ensure_image, with_open_mpi
 from vnetlab.run import LabError, progress, wait_until
 from vnetlab.topology import STATE, Kind, Node, Settings, Topology
 
@@ -123,7 +123,7 @@ def _begin(topology: Topology) -> None:
 
 def _start(topology: Topology) -> None:
     """Starts every missing process: daemons first, then all guests at once."""
-    image = ensure_image(CACHE) if topology.machines(Kind.VM) else None
+    image = boot_image(topology)
     if topology.settings.store and store.find(topology) is None:
         progress(f"h1: etcd at {store.endpoint(topology)}")
         store.start(topology)
@@ -137,6 +137,21 @@ def _start(topology: Topology) -> None:
         _boot(topology, started, image)
 
 
+def boot_image(topology: Topology) -> Image | None:
+    """What the virtual machines boot; None if there are none."""
+    if topology.settings.mpi and not shutil.which("mpirun"):
+        raise LabError("mpirun is not installed (Debian package openmpi-bin): run 'make packages'")
+    if not topology.machines(Kind.VM):
+        return None
+    if not topology.settings.mpi:
+        return ensure_image(CACHE)
+    # The image changes with every build of the provider, so it goes with the lab.
+    provider = daemon.binaries() / daemon.PROVIDER
+    if not provider.exists():
+        raise LabError(f"{provider} does not exist: run 'make build'")
+    return ensure_image(CACHE, with_open_mpi(GUEST, provider), topology.state)
+
+
 def _boot(topology: Topology, guests: list[Node], image: Image) -> None:
     """Boots guests in parallel."""
     progress(f"{_count(guests, 'virtual machine')}: booting {image.kernel.name}")
@@ -144,6 +159,8 @@ def _boot(topology: Topology, guests: list[Node], image: Image) -> None:
         guest.start(topology, machine, image)
     for machine in guests:
         guest.wait(machine)
+        if topology.settings.mpi:
+            guest.open_shell(machine)
         progress(f"{machine.name}: ready at {machine.address}")
 
 

@@ -1,5 +1,8 @@
 """Runs commands on any node of a lab: hosts, containers, virtual machines."""
 
+import base64
+import gzip
+import hashlib
 import os
 import shlex
 import subprocess
@@ -9,6 +12,9 @@ from pathlib import Path
 from vnetlab import channel, daemon, process, remote
 from vnetlab.run import LabError
 from vnetlab.topology import Kind, Node
+
+PIECE_BYTES, PIECE_S = 32 << 10, 60
+"""Size of the pieces of a file that is sent to a virtual machine, and the time that each may take on a slow one."""
 
 
 def attempt(node: Node, *command: str, timeout_s: float = 30) -> tuple[int, str]:
@@ -32,6 +38,19 @@ def execute(node: Node, *command: str, timeout_s: float = 30) -> str:
 def write(node: Node, path: Path, text: str) -> None:
     """Writes an executable file on a node."""
     execute(node, f"printf %s {shlex.quote(text)} >{path} && chmod 755 {path}")
+
+
+def send(node: Node, path: Path) -> None:
+    """Copies an executable file of this machine to the same path in a virtual machine, unless it is there already."""
+    content, there = path.read_bytes(), shlex.quote(str(path))
+    if attempt(node, "sha256sum", str(path))[1].split()[:1] == [hashlib.sha256(content).hexdigest()]:
+        return
+    execute(node, f"mkdir -p {shlex.quote(str(path.parent))} && : >{there}.gz")
+    packed = gzip.compress(content)
+    for begin in range(0, len(packed), PIECE_BYTES):
+        piece = base64.b64encode(packed[begin : begin + PIECE_BYTES]).decode()
+        execute(node, f"echo {piece} | base64 -d >>{there}.gz", timeout_s=PIECE_S)
+    execute(node, f"gunzip -c {there}.gz >{there} && chmod 755 {there} && rm {there}.gz", timeout_s=PIECE_S)
 
 
 def read(node: Node, path: Path) -> str:

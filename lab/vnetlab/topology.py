@@ -58,6 +58,8 @@ class Settings:
     """Queue pairs of each container and virtual machine, and vCPUs of the latter."""
     container: str = "tap"
     """Kind of the containers' interfaces: tap, which tests use because every frame passes a dispatcher, or veth."""
+    mpi: bool = False
+    """Whether virtual machines have Open MPI, and a shell by which its daemons start."""
     sealed: bool = False
     """Whether links are sealed, with certificates of the lab's own authority."""
 

@@ -73,6 +73,9 @@ fn text(clock: &str, data: &str) -> String {
             let frozen = if frozen { "; it moved too often and stays there for a while" } else { "" };
             format!("{clock} moved         {mac} in network {network}: from {from} to {to}{frozen}\n")
         }
+        Event::Threads { before, now } => {
+            format!("{clock} threads       {before} -> {now} threads run the dispatchers\n")
+        }
         Event::Lagged { missed } => {
             format!("{clock} lagged        {missed} events were missed: this reader was too slow\n")
         }
@@ -112,6 +115,10 @@ mod tests {
             (
                 r#"{"event":"moved","network":1,"mac":"52:54:00:00:00:01","from":"link h2","to":"link h3","frozen":false}"#,
                 "T moved         52:54:00:00:00:01 in network 1: from link h2 to link h3\n",
+            ),
+            (
+                r#"{"event":"threads","before":1,"now":3}"#,
+                "T threads       1 -> 3 threads run the dispatchers\n",
             ),
             (
                 r#"{"event":"lagged","missed":3}"#,

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use vnet::dispatch::share::WEIGHT_MAX;
+use vnet::dispatch::share::{LEARNING_PER_S, WEIGHT_MAX};
 use vnet::stats::{DiscardReason, DropReason};
 use vnet_control::api::*;
 
@@ -65,7 +65,7 @@ pub fn status(status: &Status) -> String {
     let more =
         if status.ports > 1 { format!(" and the next {} ports", status.ports - 1) } else { String::new() };
     row("bridge", format!("{}{more} (UDP)", status.bridge));
-    row("dispatchers", format!("{}, yield {}", status.dispatchers, status.yield_strategy));
+    row("dispatchers", format!("{}{}, yield {}", status.dispatchers, status.threads, status.yield_strategy));
     row("interfaces", format!("{} of {} up", status.interfaces_up, status.interfaces));
     row("links", status.links.to_string());
     row("routes", status.routes.to_string());
@@ -209,6 +209,7 @@ fn shares(i: &Interface) -> impl Iterator<Item = String> {
         ("weight", u64::from(WEIGHT_MAX), "weight", ""),
         ("rate_limit", 0, "rate limit", " Mbit/s"),
         ("frame_limit", 0, "frame limit", "/s"),
+        ("learning_limit", u64::from(LEARNING_PER_S), "learning limit", "/s"),
     ];
     let shown = limits.map(|(key, default, name, unit)| {
         i.settings.number(key).filter(|is| *is != default).map(|is| format!("{name} {is}{unit}"))
@@ -402,10 +403,12 @@ pub fn stats(stats: &Stats) -> String {
     }
     let drops = DropReason::ALL.iter().map(|reason| reason.name());
     let discards = DiscardReason::ALL.iter().map(|reason| reason.name());
-    let mut dispatchers = TextTable::new(&["DISPATCHER", "FRAMES", "BUSY TURNS", "BUSY MS"], &[1, 2, 3]);
+    let mut dispatchers =
+        TextTable::new(&["DISPATCHER", "FRAMES", "BUSY TURNS", "BUSY MS", "THREAD"], &[1, 2, 3, 4]);
     for d in &stats.dispatchers {
         let busy_ms = (d.busy_ns / 1_000_000).to_string();
-        dispatchers.row([d.id.to_string(), d.frames.to_string(), d.busy_turns.to_string(), busy_ms]);
+        let (id, thread) = (d.id.to_string(), d.thread.to_string());
+        dispatchers.row([id, d.frames.to_string(), d.busy_turns.to_string(), busy_ms, thread]);
     }
     format!(
         "{}\n{}\n{}\n{}\n{}\n",

@@ -34,6 +34,7 @@ impl Engine {
             bridge: self.core.bridge_address().to_string(),
             ports: self.current.bridge.spec.ports,
             dispatchers: self.current.dispatch.spec.threads,
+            threads: self.threads(),
             yield_strategy: self.current.dispatch.spec.yield_strategy.to_string(),
             interfaces_up: interfaces.iter().filter(|interface| interface.state == "up").count(),
             interfaces: interfaces.len(),
@@ -242,6 +243,11 @@ impl Engine {
         self.core.pulse()
     }
 
+    /// The threads that run the dispatchers.
+    pub fn threads(&self) -> api::Threads {
+        self.core.threads().into()
+    }
+
     /// Counters of each dispatcher.
     pub fn dispatcher_stats(&self) -> &[Arc<DispatcherStats>] {
         self.core.dispatcher_stats()
@@ -266,8 +272,12 @@ impl Engine {
         ports.push(port("bridge", "bridge", (&**self.core.bridge_stats()).into()));
         ports.push(port("removed", "removed", self.retired.clone()));
         let balance = api::Balance::of(ports.iter().map(|port| &port.counters));
-        let dispatchers = self.core.dispatcher_stats().iter().enumerate();
-        let dispatchers = dispatchers.map(|(id, stats)| api::Dispatcher::new(id, stats)).collect();
+        let threads = self.core.threads().of_dispatchers;
+        let dispatchers = self.core.dispatcher_stats().iter().zip(threads).enumerate();
+        let dispatcher = |(id, (stats, thread)): (usize, (&Arc<DispatcherStats>, usize))| {
+            api::Dispatcher::new(id, stats, thread)
+        };
+        let dispatchers = dispatchers.map(dispatcher).collect();
         api::Stats { ports, dispatchers, balance }
     }
 }

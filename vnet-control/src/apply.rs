@@ -133,6 +133,9 @@ impl Engine {
         self.change_routes(&plan.routes);
         self.indices.follow(&plan);
         self.change_driving(&plan.interfaces);
+        if let Some((_, wanted)) = &plan.dispatch {
+            self.core.recruit(wanted.recruiting);
+        }
         self.current = desired;
         // Before frames flow: a local network discards frames to addresses that it does not know.
         self.announce_addresses();

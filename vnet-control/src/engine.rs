@@ -177,6 +177,7 @@ impl Engine {
     pub(super) fn idle(desired: &Desired) -> Result<Engine, EngineError> {
         let DispatchSpec {
             threads,
+            recruiting,
             cpus,
             yield_strategy,
             sleep_us,
@@ -192,6 +193,7 @@ impl Engine {
         let outlive = Outlive { time: Duration::from_secs(outlive_s.into()), pins: Some(pins) };
         let core = Core::start(&CoreOptions {
             threads,
+            recruiting,
             cpus,
             yield_strategy,
             sleep_us,

@@ -1,4 +1,5 @@
-//! Events: configuration changes with their requester, state changes of interfaces and links, moved MAC addresses.
+//! Events: configuration changes with their requester, state changes of interfaces and links, moved MAC addresses, recruited and
+//! released threads.
 //!
 //! The engine reports configuration changes itself, through a [`Witness`]; a [`super::watch::Watch`] polls for states and moves.
 //! The sink that receives events must not block; it decides how many events it buffers.
@@ -92,6 +93,13 @@ pub enum Event {
         /// True if the address moved too often and is frozen at the new port for a while (RFC 7432, section 15.1).
         frozen: bool,
     },
+    /// Threads of dispatchers were recruited or released.
+    Threads {
+        /// Number of threads before.
+        before: usize,
+        /// Number of threads now.
+        now: usize,
+    },
     /// The subscriber was too slow and missed events.
     Lagged {
         /// Number of missed events.
@@ -106,6 +114,7 @@ impl Event {
             Event::Configuration { .. } => "configuration",
             Event::State { .. } => "state",
             Event::Moved { .. } => "moved",
+            Event::Threads { .. } => "threads",
             Event::Lagged { .. } => "lagged",
         }
     }

@@ -112,6 +112,7 @@ impl Engine {
             links: links.collect(),
             neighbours: self.joined.neighbours.clone(),
             spokes: spokes.collect(),
+            forwarded: self.joined.forwarded.clone(),
             relayed: self.current.networks.iter().filter(|n| n.spec.relay).map(|n| n.spec.id).collect(),
         })
     }
@@ -123,6 +124,7 @@ impl Engine {
             mac: spec.mac,
             addresses: spec.addresses.clone(),
             up: true,
+            departed: false,
             in_frames: 0,
         };
         desired.interfaces.iter().map(local).collect()
@@ -132,11 +134,13 @@ impl Engine {
     pub fn locals(&self) -> Vec<Local> {
         let local = |Item { spec, .. }: &Item<InterfaceSpec>| {
             let live = self.interfaces.get(&spec.name)?;
+            let up = live.state() == State::Up;
             Some(Local {
                 network: spec.network,
                 mac: spec.mac,
                 addresses: spec.addresses.clone(),
-                up: live.state() == State::Up,
+                up,
+                departed: !up && live.interface.has_departed(),
                 in_frames: live.stats.in_frames.get(),
             })
         };

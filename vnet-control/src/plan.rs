@@ -9,6 +9,7 @@ use std::hash::Hash;
 
 use super::api;
 use super::desired::*;
+use super::settings;
 use vnet::frame::NetworkId;
 
 /// The objects of one kind that a plan removes, adds or changes.
@@ -55,6 +56,8 @@ impl<T: Clone + PartialEq> Diff<T> {
 pub struct Plan {
     /// The host's name: current, desired.
     pub host: Option<(HostSpec, HostSpec)>,
+    /// The dispatchers' threads: current, desired.
+    pub dispatch: Option<(DispatchSpec, DispatchSpec)>,
     /// Networks.
     pub networks: Diff<NetworkSpec>,
     /// Interfaces, by name.
@@ -68,9 +71,12 @@ pub struct Plan {
 impl Plan {
     /// The plan that turns `current` into `desired`.
     pub fn between(current: &Desired, desired: &Desired) -> Plan {
-        let (is, wanted) = (&current.host.spec, &desired.host.spec);
+        fn both<T: Clone + PartialEq>(is: &T, wanted: &T) -> Option<(T, T)> {
+            (is != wanted).then(|| (is.clone(), wanted.clone()))
+        }
         Plan {
-            host: (is != wanted).then(|| (is.clone(), wanted.clone())),
+            host: both(&current.host.spec, &desired.host.spec),
+            dispatch: both(&current.dispatch.spec, &desired.dispatch.spec),
             networks: Diff::between(&networks(current), &networks(desired), |spec| spec.id),
             interfaces: Diff::between(&current.interfaces, &desired.interfaces, |spec| spec.name.as_str()),
             links: Diff::between(&current.links, &desired.links, |spec| spec.name.as_str()),
@@ -81,6 +87,7 @@ impl Plan {
     /// True if the states do not differ.
     pub fn is_empty(&self) -> bool {
         self.host.is_none()
+            && self.dispatch.is_none()
             && self.networks.is_empty()
             && self.interfaces.is_empty()
             && self.links.is_empty()
@@ -93,6 +100,11 @@ impl Plan {
         if let Some((is, wanted)) = &self.host {
             let detail = format!("{} -> {}", is.name, wanted.name);
             changes.push(change(api::Action::Change, "host", "name", detail));
+        }
+        if let Some((is, wanted)) = &self.dispatch {
+            changes.extend(settings::dispatch_changes(is, wanted).into_iter().map(|(key, from, to)| {
+                change(api::Action::Change, "dispatch", key, format!("{from} -> {to}"))
+            }));
         }
         list(&mut changes, "route", &self.routes, |_| String::new());
         list(&mut changes, "link", &self.links, |spec| spec.name.clone());

@@ -204,6 +204,7 @@ fn fixed_settings_need_a_restart() {
             "f:3: [identity] names other files (to renew a certificate, replace those that are there), which",
         ),
         ("[dispatch]\nthreads = 2", "f:3: [dispatch] threads changes from 1 to 2, which"),
+        ("[dispatch]\nthreads = 2\nthreads_min = 1", "f:3: [dispatch] threads changes from 1 to 2, which"),
     ] {
         let wanted = parse(text);
         validate(&wanted).unwrap();
@@ -212,4 +213,17 @@ fn fixed_settings_need_a_restart() {
         let want = format!("{want} takes a restart of vnetd; nothing was changed");
         assert_eq!(told[0].to_string(), want);
     }
+}
+
+#[test]
+fn the_fewest_threads_change_without_a_restart() {
+    let state = |more: &str| {
+        let text = format!("[host]\nname = \"h1\"\n[dispatch]\nthreads = 4\n{more}");
+        parse("f", &text).unwrap().desired
+    };
+    let (is, wanted) = (state("threads_min = 1"), state("load_high = 90"));
+    assert_eq!(restart_needed(&is, &wanted), vec![]);
+    let plan = Plan::between(&is, &wanted);
+    assert_eq!(plan.to_string(), "~ dispatch threads_min: 1 -> as threads\n~ dispatch load_high: 75 -> 90");
+    assert!(!plan.is_empty());
 }

@@ -1,4 +1,4 @@
-//! Polls the engine for state changes and moved MAC addresses, which do not pass through the engine.
+//! Polls the engine for state changes, moved MAC addresses and numbers of threads, which do not pass through the engine.
 //!
 //! A change that is undone between two polls is not reported.
 
@@ -12,11 +12,12 @@ use vnet::route::Moved;
 /// State, reason and path of an interface or link.
 type Sight = (String, Option<String>, Option<String>);
 
-/// Polls for changes of state and moved MAC addresses.
+/// Polls for changes of state, moved MAC addresses, and recruited or released threads.
 #[derive(Default)]
 pub struct Watch {
     states: HashMap<Target, Sight>,
     moves: u64,
+    threads: usize,
     /// False until the first poll.
     begun: bool,
 }
@@ -44,6 +45,9 @@ impl Watch {
             events.extend((missed > 0).then_some(Event::Lagged { missed }));
             events.extend(moves);
         }
+        let before = std::mem::replace(&mut self.threads, engine.threads().now);
+        let now = self.threads;
+        events.extend((self.begun && before != now).then_some(Event::Threads { before, now }));
         (self.moves, self.begun) = (next, true);
         events
     }

@@ -82,7 +82,8 @@ fn the_packaged_defaults_are_the_defaults() {
     let host = "[host]\nname = \"h1\"\n";
     let default = config::parse("f", host).unwrap().desired;
     // Keys whose commented-out value is an example, not the default.
-    let examples = ["cpus", "priority", "busy_poll_budget", "vxlan_listen", "stream_listen", "trusted"];
+    let examples =
+        ["threads_min", "cpus", "priority", "busy_poll_budget", "vxlan_listen", "stream_listen", "trusted"];
     for name in ["dispatch", "bridge"] {
         let lines = section(name);
         assert!(lines.len() > 5, "[{name}] is in the packaged file");

@@ -34,6 +34,7 @@ pub mod route;
 mod scratch;
 pub mod source;
 pub mod stats;
+pub mod threads;
 pub mod unix;
 pub mod wire;
 

@@ -1,15 +1,15 @@
 //! rtnetlink(7): requests to the kernel, one at a time, and its notifications.
 
 use std::io;
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};
 
 use netlink_packet_core::{NLM_F_ACK, NLM_F_REQUEST, NetlinkMessage, NetlinkPayload};
-use netlink_packet_route::link::LinkMessage;
-use netlink_packet_route::route::{RouteAddress, RouteAttribute, RouteMessage};
+use netlink_packet_route::link::{LinkAttribute, LinkMessage};
+use netlink_packet_route::route::{RouteAddress, RouteAttribute, RouteFlags, RouteMessage, RouteMetric};
 use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
+use netlink_sys::Socket;
 use netlink_sys::protocols::{NETLINK_ROUTE, NETLINK_XFRM};
-use netlink_sys::{Socket, SocketAddr};
 
 /// An rtnetlink socket in the network namespace of the thread that created it.
 pub(crate) struct Netlink(Socket);
@@ -19,7 +19,7 @@ impl Netlink {
     pub(crate) fn new() -> io::Result<Netlink> {
         let mut socket = Socket::new(NETLINK_ROUTE)?;
         socket.bind_auto()?;
-        socket.connect(&SocketAddr::new(0, 0))?;
+        socket.connect(&netlink_sys::SocketAddr::new(0, 0))?;
         Ok(Netlink(socket))
     }
 
@@ -66,19 +66,28 @@ pub(crate) struct Route {
     pub(crate) source: Option<IpAddr>,
 }
 
-/// The kernel's route to `remote` (RTM_GETROUTE).
-pub(crate) fn route_to(remote: IpAddr) -> io::Result<Route> {
+/// The kernel's answer about the route to `remote` (RTM_GETROUTE), from any address or from `source`.
+fn ask_route(remote: IpAddr, source: Option<IpAddr>, flags: RouteFlags) -> io::Result<RouteMessage> {
     let mut question = RouteMessage::default();
+    question.header.flags = flags;
     (question.header.address_family, question.header.destination_prefix_length) = match remote {
         IpAddr::V4(_) => (AddressFamily::Inet, 32),
         IpAddr::V6(_) => (AddressFamily::Inet6, 128),
     };
     question.attributes.push(RouteAttribute::Destination(remote.into()));
-    let RouteNetlinkMessage::NewRoute(route) =
-        Netlink::new()?.ask(RouteNetlinkMessage::GetRoute(question))?
-    else {
-        return Err(io::ErrorKind::NetworkUnreachable.into());
-    };
+    if let Some(source) = source {
+        question.header.source_prefix_length = question.header.destination_prefix_length;
+        question.attributes.push(RouteAttribute::Source(source.into()));
+    }
+    match Netlink::new()?.ask(RouteNetlinkMessage::GetRoute(question))? {
+        RouteNetlinkMessage::NewRoute(route) => Ok(route),
+        _ => Err(io::ErrorKind::NetworkUnreachable.into()),
+    }
+}
+
+/// The kernel's route to `remote`.
+pub(crate) fn route_to(remote: IpAddr) -> io::Result<Route> {
+    let route = ask_route(remote, None, RouteFlags::empty())?;
     let (mut device, mut source) = (None, None);
     for attribute in &route.attributes {
         match attribute {
@@ -89,6 +98,35 @@ pub(crate) fn route_to(remote: IpAddr) -> io::Result<Route> {
         }
     }
     Ok(Route { device: device.ok_or(io::ErrorKind::NotFound)?, source })
+}
+
+/// The MTU towards `remote` that the administrator has configured, on the device and perhaps on the route. A socket's path MTU can
+/// be smaller: that is what ICMP has claimed. `local`: the packets' source, or the unspecified address.
+pub(crate) fn configured_mtu(local: IpAddr, remote: SocketAddr) -> io::Result<u32> {
+    let device = match remote {
+        // A link-local address carries its device's index.
+        SocketAddr::V6(v6) if v6.scope_id() != 0 => v6.scope_id(),
+        _ => route_to(remote.ip())?.device,
+    };
+    let of_device = link(device)?.attributes.into_iter().find_map(|attribute| match attribute {
+        LinkAttribute::Mtu(mtu) => Some(mtu),
+        _ => None,
+    });
+    let source = Some(local).filter(|local| !local.is_unspecified() && local.is_ipv4() == remote.is_ipv4());
+    // The entry of the table, without exceptions (RTM_F_FIB_MATCH).
+    let route = ask_route(remote.ip(), source, RouteFlags::FibMatch);
+    let metrics =
+        route.ok().into_iter().flat_map(|route| route.attributes).find_map(|attribute| match attribute {
+            RouteAttribute::Metrics(metrics) => Some(metrics),
+            _ => None,
+        });
+    let of_route = metrics.into_iter().flatten().find_map(|metric| match metric {
+        RouteMetric::Mtu(mtu) => Some(mtu),
+        _ => None,
+    });
+    of_device
+        .map(|mtu| of_route.map_or(mtu, |of_route| mtu.min(of_route)))
+        .ok_or(io::ErrorKind::NotFound.into())
 }
 
 /// A device of the calling thread's namespace (RTM_GETLINK).
@@ -108,7 +146,7 @@ pub(crate) fn has_ipsec_policies() -> bool {
     let ask = || -> io::Result<Vec<u8>> {
         let mut socket = Socket::new(NETLINK_XFRM)?;
         socket.bind_auto()?;
-        socket.connect(&SocketAddr::new(0, 0))?;
+        socket.connect(&netlink_sys::SocketAddr::new(0, 0))?;
         // Netlink header, flags.
         let mut request = [0; 16 + 4];
         request[..4].copy_from_slice(&20_u32.to_ne_bytes());
@@ -141,7 +179,7 @@ impl Notifications {
     pub(crate) fn subscribe(groups: u32) -> io::Result<Notifications> {
         let mut socket = Socket::new(NETLINK_ROUTE)?;
         socket.set_non_blocking(true)?;
-        socket.bind(&SocketAddr::new(0, groups))?;
+        socket.bind(&netlink_sys::SocketAddr::new(0, groups))?;
         Ok(Notifications(socket))
     }
 

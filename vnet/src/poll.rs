@@ -66,6 +66,17 @@ impl Poller {
         let _ = rustix::io::write(&*self.bell, &1u64.to_ne_bytes());
     }
 
+    /// Watches another set: this one wakes while any event of the other waits to be taken. Level-triggered, because the other may
+    /// keep events beyond [`EVENTS_MAX`].
+    pub(crate) fn nest(&self, other: &Poller) -> io::Result<()> {
+        Ok(epoll::add(&self.epoll, &other.epoll, EventData::new_u64(0), EventFlags::IN)?)
+    }
+
+    /// Ends [`Poller::nest`], if `other` is watched.
+    pub(crate) fn forget(&self, other: &Poller) {
+        let _ = epoll::delete(&self.epoll, &other.epoll);
+    }
+
     /// A handle for registering file descriptors under `token`.
     pub fn waker(&self, token: u64) -> Waker {
         assert_ne!(token, BELL, "token reserved for the bell");
@@ -74,6 +85,17 @@ impl Poller {
 
     /// Waits at most `timeout` (`None`: without limit) and calls `ready` with the token of each event.
     pub fn wait(&self, timeout: Option<std::time::Duration>, mut ready: impl FnMut(u64)) -> io::Result<()> {
+        self.wait_for_input(timeout, |token, _| ready(token))
+    }
+
+    /// Like [`Poller::wait`]; `ready` also gets whether the descriptor is readable at this moment. The kernel reports an event
+    /// only while its condition holds, so input that was read since the event is not reported. Other events are errors, such as
+    /// an entry in a socket's error queue.
+    pub fn wait_for_input(
+        &self,
+        timeout: Option<std::time::Duration>,
+        mut ready: impl FnMut(u64, bool),
+    ) -> io::Result<()> {
         let timeout =
             timeout.map(|t| Timespec { tv_sec: t.as_secs() as i64, tv_nsec: i64::from(t.subsec_nanos()) });
         let mut room = [const { MaybeUninit::<epoll::Event>::uninit() }; EVENTS_MAX];
@@ -85,7 +107,7 @@ impl Poller {
         for event in events {
             let token = { event.data }.u64();
             if token != BELL {
-                ready(token);
+                ready(token, { event.flags }.contains(EventFlags::IN));
             }
         }
         Ok(())
@@ -140,5 +162,27 @@ mod tests {
         rustix::io::write(&fd, &1u64.to_ne_bytes()).unwrap();
         poller.ring();
         poller.wait(None, |_| panic!("forgotten")).unwrap();
+    }
+
+    #[test]
+    fn a_nested_set_wakes_until_its_events_are_taken() {
+        let (outer, inner) = (Poller::new().unwrap(), Poller::new().unwrap());
+        outer.nest(&inner).unwrap();
+        let woken = || {
+            let mut woken = false;
+            outer.wait(Some(Duration::ZERO), |_| woken = true).unwrap();
+            woken
+        };
+        // The bell of a new set is quiet.
+        assert!(!woken());
+        inner.ring();
+        assert!(woken() && woken(), "the event was not taken");
+        inner.wait(Some(Duration::ZERO), |_| panic!("only the bell")).unwrap();
+        assert!(!woken());
+        inner.ring();
+        outer.forget(&inner);
+        assert!(!woken());
+        outer.ring();
+        outer.wait(None, |_| panic!("forgotten")).unwrap();
     }
 }

@@ -39,6 +39,8 @@ pub struct InPlace {
     pub frames: u64,
     /// Sum of their lengths in bytes.
     pub bytes: u64,
+    /// The guest's queue that received the last of them.
+    pub queue: usize,
 }
 
 /// A source of frames, served by one dispatcher.

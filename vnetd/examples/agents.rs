@@ -125,8 +125,14 @@ async fn fill(
 /// Starts an agent on the current thread's local set.
 fn start(endpoint: &str, host: usize, all: (usize, usize), moving: Vec<Mac>, seen: Arc<Seen>) {
     let own: Vec<usize> = stations(host, all.0, all.1).collect();
-    let local =
-        |n: &usize| Local { network: NETWORK, mac: Some(mac(*n)), addresses: vec![], up: true, in_frames: 0 };
+    let local = |n: &usize| Local {
+        network: NETWORK,
+        mac: Some(mac(*n)),
+        addresses: vec![],
+        up: true,
+        departed: false,
+        in_frames: 0,
+    };
     let locals: Vec<_> = own.iter().map(local).collect();
     let settings =
         Settings { address: Some(address(host)), networks: [NETWORK].into(), ..Settings::default() };

@@ -92,7 +92,7 @@ impl Reader {
     }
 }
 
-/// Streams server-sent events of the kinds `configuration`, `state`, `moved` and `lagged`
+/// Streams server-sent events of the kinds `configuration`, `state`, `moved`, `threads` and `lagged`
 #[utoipa::path(get, path = "/v1/events",
     responses((status = 200, body = Event, content_type = "text/event-stream"), (status = 503, body = api::Refusal)))]
 pub async fn stream(State(hub): State<Hub>) -> Response {

@@ -33,6 +33,7 @@ use vnet_control::station::{Station, TraceRequest};
 use crate::events::Hub;
 use crate::follow::{self, Followers};
 use crate::gate::{self, Token};
+use crate::rdma_engine::RdmaEngine;
 use crate::shared::{BODY_MAX, Refused, Shared, change, json, refusal, with_engine};
 use crate::{capture, events, metrics, script};
 
@@ -45,11 +46,18 @@ pub struct App {
     pub followers: Arc<Followers>,
     /// Token required for changes over TCP; without a token, changes over TCP are refused.
     pub token: Option<Arc<Token>>,
+    pub rdma: RdmaEngine,
 }
 
 impl FromRef<App> for Shared {
     fn from_ref(app: &App) -> Shared {
         app.shared.clone()
+    }
+}
+
+impl FromRef<App> for RdmaEngine {
+    fn from_ref(app: &App) -> RdmaEngine {
+        app.rdma.clone()
     }
 }
 
@@ -244,7 +252,8 @@ async fn remove_interface(
 /// Changes settings of an interface while it stays open
 ///
 /// The body has some of `mode`, `rate_low`, `rate_high`, `window_us`, `interrupts`, `receive_density_low`,
-/// `receive_density_high`, `early_bytes`, `storm_limit`, `port_security`, `address_security`, `weight`, `rate_limit`, `frame_limit`.
+/// `receive_density_high`, `early_bytes`, `storm_limit`, `port_security`, `address_security`, `weight`, `rate_limit`, `frame_limit`,
+/// `learning_limit`.
 #[utoipa::path(patch, path = "/v1/interfaces/{name}", params(("name" = String, Path)),
     request_body = schema::ChangedInterface,
     responses((status = 200, body = api::Interface), (status = "4XX", body = api::Refusal)))]

@@ -5,14 +5,17 @@
 //! dispatchers move frames and never wait for that thread.
 
 mod capture;
+mod confine;
 mod console;
 mod events;
 mod follow;
 mod gate;
 mod handlers;
 mod interface_watch;
+mod meetings;
 mod metrics;
 mod overlay;
+mod rdma_engine;
 #[cfg(test)]
 mod reference;
 mod remote;
@@ -44,6 +47,7 @@ use vnet_control::events::Asker;
 use crate::events::Hub;
 use crate::follow::Followers;
 use crate::handlers::App;
+use crate::rdma_engine::RdmaEngine;
 use crate::remote::Remote;
 use crate::shared::Shared;
 
@@ -201,6 +205,7 @@ fn allow_files() {
 }
 
 fn run(file: &Path) -> Result<(), Failure> {
+    confine::begin();
     allow_files();
     let Configuration { desired, warnings } = config::load(file)?;
     warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
@@ -226,12 +231,15 @@ fn run(file: &Path) -> Result<(), Failure> {
         let inbox = engine.inbox().clone();
         let shared: Shared = Arc::new(Mutex::new(Some(engine)));
         let interfaces = interface_watch::start(&shared)?;
+        let rdma = RdmaEngine::start()?;
+        let meetings = meetings::start(&shared, &rdma)?;
         let overlay = prepared.map(|prepared| overlay::start(&shared, prepared)).transpose()?.flatten();
         let app = App {
             shared: shared.clone(),
             events: events.clone(),
             followers: followers.clone(),
             token: remote.token.clone(),
+            rdma: rdma.clone(),
         };
         let listener = tokio::net::UnixListener::from_std(socket.try_clone()?)?;
         let mut servers = tokio::task::JoinSet::new();
@@ -254,6 +262,8 @@ fn run(file: &Path) -> Result<(), Failure> {
         // Taking the lock waits for requests in progress.
         let engine = shared.lock().take();
         interfaces.stop();
+        meetings.stop();
+        rdma.stop();
         if let Some(engine) = engine {
             engine.stop();
         }

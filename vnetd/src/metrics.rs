@@ -17,7 +17,9 @@ use vnet::route::LearnedStats;
 use vnet_control::api::{self, Counters};
 use vnet_control::engine::Engine;
 use vnet_control::overlay::Alarm;
+use vnet_rdma::daemon::ContainerCounters;
 
+use crate::rdma_engine::RdmaEngine;
 use crate::shared::{Refused, Shared, with_engine};
 
 const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -36,6 +38,8 @@ pub struct Reading {
     learned: LearnedStats,
     overlay: Option<api::Overlay>,
     dispatchers: Vec<Dispatcher>,
+    /// Applications whose interconnect engine runs here, by container.
+    rdma: Vec<(String, ContainerCounters)>,
 }
 
 #[derive(Debug)]
@@ -47,7 +51,7 @@ struct Dispatcher {
 
 impl Reading {
     /// Takes a snapshot.
-    pub fn of(engine: &Engine) -> Reading {
+    pub fn of(engine: &Engine, rdma: Vec<(String, ContainerCounters)>) -> Reading {
         let up = |name: String, state: &str| (name, state == "up");
         let dispatcher = |stats: &std::sync::Arc<vnet::dispatch::dispatcher_stats::DispatcherStats>| {
             Dispatcher { frames: stats.frames(), batches: stats.batches(), latency_ns: stats.latency_ns() }
@@ -66,6 +70,7 @@ impl Reading {
             learned: engine.learned_stats(),
             overlay: engine.overlay(),
             dispatchers: engine.dispatcher_stats().iter().map(dispatcher).collect(),
+            rdma,
         }
     }
 }
@@ -73,7 +78,7 @@ impl Reading {
 /// A port's counter: name, unit, help, value.
 type PortCounter = (&'static str, Option<Unit>, &'static str, fn(&Counters) -> u64);
 
-const PORT_COUNTERS: [PortCounter; 15] = [
+const PORT_COUNTERS: [PortCounter; 18] = [
     ("port_in_frames", None, "Frames received from this port, dropped ones included", |c| c.in_frames),
     ("port_in", Some(Unit::Bytes), "Bytes of frames received from this port", |c| c.in_bytes),
     ("port_out_frames", None, "Frames delivered to this port", |c| c.out_frames),
@@ -88,6 +93,21 @@ const PORT_COUNTERS: [PortCounter; 15] = [
         |c| c.answers,
     ),
     ("port_notifications", None, "Notifications (interrupts) sent to the guest", |c| c.notifications),
+    ("port_early_interrupts", None, "Notifications sent to the guest before its frames were copied", |c| {
+        c.interrupts.early
+    }),
+    (
+        "port_early_at_arrival",
+        None,
+        "Early notifications sent when data arrived, before it was received",
+        |c| c.interrupts.early_at_arrival,
+    ),
+    (
+        "port_early_mispredicted",
+        None,
+        "Early notifications at arrival after which no frame came for the guest",
+        |c| c.interrupts.early_mispredicted,
+    ),
     ("port_kicks", None, "Notifications (kicks) received from the guest", |c| c.kicks),
     ("port_zero_copy_sent", None, "Messages sent on this link without a copy (MSG_ZEROCOPY)", |c| {
         c.zero_copy_sent
@@ -171,13 +191,37 @@ fn alone(value: u64) -> [(Vec<Label>, u64); 1] {
     [(vec![], value)]
 }
 
+/// A value of a container whose applications use the interconnect's engine here: name, unit, help, whether it may fall, value.
+type RdmaValue = (&'static str, Option<Unit>, &'static str, bool, fn(&ContainerCounters) -> u64);
+
+const RDMA_VALUES: [RdmaValue; 11] = [
+    ("rdma_processes", None, "Applications whose interconnect engine vnetd runs", true, |c| c.processes),
+    ("rdma_endpoints", None, "Their open endpoints", true, |c| c.endpoints),
+    ("rdma_regions", None, "Pieces of memory that they have registered", true, |c| c.mappings),
+    ("rdma_registered", Some(Unit::Bytes), "Memory that they have registered", true, |c| c.mapped_bytes),
+    ("rdma_submissions", None, "Entries taken from their queues", false, |c| c.submissions),
+    (
+        "rdma_refusals",
+        None,
+        "Entries with an address outside the registered memory, and memory that was not mapped",
+        false,
+        |c| c.refused,
+    ),
+    ("rdma_broken", None, "Applications that were cut off because they wrote nonsense", false, |c| c.broken),
+    ("rdma_out_packets", None, "Packets sent for them", false, |c| c.packets_out),
+    ("rdma_out", Some(Unit::Bytes), "Bytes of packets sent for them", false, |c| c.bytes_out),
+    ("rdma_in_packets", None, "Packets received for them", false, |c| c.packets_in),
+    ("rdma_throttled_turns", None, "Turns after which they had used up their rate", false, |c| c.throttled),
+];
+
 impl Collector for Reading {
     fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
         let mut families = Families(encoder);
         self.encode_host(&mut families)?;
         self.encode_overlay(&mut families)?;
         self.encode_ports(&mut families)?;
-        self.encode_dispatchers(&mut families)
+        self.encode_dispatchers(&mut families)?;
+        self.encode_rdma(&mut families)
     }
 }
 
@@ -266,7 +310,28 @@ impl Reading {
         Ok(())
     }
 
+    fn encode_rdma(&self, families: &mut Families<'_>) -> fmt::Result {
+        for (name, unit, help, is_gauge, value) in RDMA_VALUES {
+            let members =
+                self.rdma.iter().map(|(netns, counters)| (vec![("netns", netns.clone())], value(counters)));
+            if is_gauge {
+                families.gauge((name, unit, help), members)?;
+            } else {
+                families.counter((name, unit, help), members)?;
+            }
+        }
+        Ok(())
+    }
+
     fn encode_dispatchers(&self, families: &mut Families<'_>) -> fmt::Result {
+        let api::Threads { now, recruited, released, moves, .. } = self.status.threads;
+        families.gauge(("dispatch_threads", None, "Threads that run the dispatchers"), alone(now as u64))?;
+        let help = "Threads recruited because the load was high";
+        families.counter(("dispatch_threads_recruited", None, help), alone(recruited))?;
+        let help = "Threads released because the load was low";
+        families.counter(("dispatch_threads_released", None, help), alone(released))?;
+        families
+            .counter(("dispatch_moves", None, "Moves of a dispatcher to another thread"), alone(moves))?;
         let each = || {
             let label = |(id, d)| (vec![("dispatcher", format!("{id}"))], d);
             self.dispatchers.iter().enumerate().map(label)
@@ -295,8 +360,9 @@ pub fn write(reading: Reading) -> Result<String, fmt::Error> {
 
 /// Metrics as OpenMetrics text, for Prometheus
 #[utoipa::path(get, path = "/metrics", responses((status = 200, body = String, content_type = "application/openmetrics-text")))]
-pub async fn text(State(shared): State<Shared>) -> Result<Response, Refused> {
-    let reading = with_engine(shared, |engine| Ok(Reading::of(engine))).await?;
+pub async fn text(State(shared): State<Shared>, State(rdma): State<RdmaEngine>) -> Result<Response, Refused> {
+    let counters = rdma.counters();
+    let reading = with_engine(shared, |engine| Ok(Reading::of(engine, counters))).await?;
     let text = write(reading).map_err(|error| Refused::Request(error.to_string()))?;
     Ok(([(header::CONTENT_TYPE, CONTENT_TYPE)], text).into_response())
 }

@@ -35,7 +35,7 @@ fn console() -> String {
 
 fn metrics_page() -> String {
     let app = app(None);
-    let reading = app.shared.lock().as_ref().map(Reading::of).unwrap();
+    let reading = app.shared.lock().as_ref().map(|engine| Reading::of(engine, vec![])).unwrap();
     let exposition = metrics::write(reading).unwrap();
     let mut text = format!(
         "# Metrics\n\n{GENERATED}`GET /metrics` answers with OpenMetrics text. Names end in their unit; a counter's samples end in \

@@ -1,4 +1,5 @@
-//! The process engine: runs the protocol inside the application over a UDP socket.
+//! The process engine: runs the protocol inside the application over a UDP socket, and through shared memory with processes of the same
+//! host (`local.rs`).
 //!
 //! Each call that polls or waits makes progress: it receives packets, lets the engine send, and takes completions. If the
 //! application has not called for some milliseconds, a library thread makes progress instead, so that peers get answers while
@@ -10,37 +11,42 @@
 //! Each sleeping thread wakes for the engine's next timer. A call that starts an earlier timer wakes a thread that would sleep
 //! beyond it (`rouse`), and a call that receives packets for other endpoints wakes the threads that wait there (`signal`).
 
-mod notice;
-mod region;
-mod socket;
+mod endpoint;
+mod local;
+pub(crate) mod notice;
+pub(crate) mod pages;
+pub(crate) mod socket;
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr, ToSocketAddrs};
 use std::os::fd::RawFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use parking_lot::Mutex;
 
-use crate::proto::{
-    Access, Completion, Config, Counters, Engine, Key, Match, Outgoing, Peer, PostError, Receive, Seen,
-    Shape, Span,
-};
+use crate::meeting;
+use crate::proto::{Config, Counters, Engine, Peer, PostError};
+use crate::random::random;
+pub use endpoint::Endpoint;
+use local::Local;
+pub use local::{Attachment, RingCounters};
 use notice::{Event, Notice};
-pub use region::Region;
-use socket::{Socket, datagram_to, segments, wait_readable};
+use pages::Pages;
+use socket::{Socket, segments, wait_readable};
 
 /// Maximum number of datagrams received before the engine sends.
 const RECEIVES_MAX: usize = 16;
-/// How long `wait` polls before it sleeps.
-const SPIN_NS: u64 = 50_000;
 /// Interval at which the library thread checks whether the application polls.
 const LOOK: Duration = Duration::from_millis(5);
-/// Upper bound on the sleep while several threads wait, because one thread may receive the packet that another thread
-/// waits for.
-const SHARED_SLEEP_NS: u64 = 20_000_000;
+/// Environment variable with another name for the daemon's socket; empty: no shared memory.
+const MEETING_VARIABLE: &str = "VNET_RDMA_MEETING";
+/// Environment variable that says who runs the engine.
+const ATTACHMENT_VARIABLE: &str = "VNET_RDMA_ATTACHMENT";
+/// How often a thread takes packets from rings before it wakes the threads that sleep, instead of arming the rings for them.
+const REARMS_MAX: u32 = 4;
 /// How long closing a node waits for acknowledgements.
 const LINGER: Duration = Duration::from_secs(2);
 
@@ -56,9 +62,23 @@ pub enum Error {
     /// The engine rejected the call.
     #[error(transparent)]
     Refused(#[from] PostError),
+    /// Memory cannot be allocated for a region, or be taken back from processes of this host.
+    #[error("no memory for a region: {0}; raise the memory limit")]
+    Memory(io::Error),
     /// The range exceeds its region.
     #[error("bytes {0} to {1} are not all inside the region of {2}")]
     Range(usize, usize, usize),
+    /// The daemon of the host does not run the engine.
+    #[error("no engine by the host's daemon: {0}")]
+    Daemon(String),
+    /// The memory is not the library's.
+    #[error(
+        "the host's daemon reaches only memory of the library: register a Region, or memory of vnet_rdma_allocate()"
+    )]
+    Foreign,
+    /// There is no such attachment.
+    #[error("VNET_RDMA_ATTACHMENT is '{0}', but must be process or daemon")]
+    Attachment(String),
 }
 
 /// Options for opening a node.
@@ -70,25 +90,38 @@ pub struct Options {
     pub config: Config,
     /// Whether a library thread answers peers while the application does not poll.
     pub has_thread: bool,
+    /// Abstract Unix socket of this host's daemon, which gives shared memory to processes of one host. `None`: all packets take the
+    /// UDP socket.
+    pub meeting: Option<String>,
+    /// Who runs the protocol: `process` (the default), or `daemon`, the daemon of this host.
+    pub attachment: Option<String>,
 }
 
 impl Default for Options {
     fn default() -> Self {
         let config = Config { datagram_max: 65_507, receive_budget: 0, ..Config::default() };
-        Self { bind: (Ipv4Addr::UNSPECIFIED, 0).into(), config, has_thread: true }
+        let meeting = std::env::var(MEETING_VARIABLE).unwrap_or_else(|_| meeting::SOCKET.into());
+        let meeting = Some(meeting).filter(|name| !name.is_empty());
+        let attachment = std::env::var(ATTACHMENT_VARIABLE).ok().filter(|name| !name.is_empty());
+        Self { bind: (Ipv4Addr::UNSPECIFIED, 0).into(), config, has_thread: true, meeting, attachment }
     }
 }
 
 struct Inner {
     engine: Engine,
     socket: Socket,
+    local: Local,
     /// Memory of the regions, which the node frees when it is dropped.
-    kept: Vec<Arc<[AtomicU8]>>,
+    kept: Vec<Arc<Pages>>,
     /// By endpoint number. Created when a thread first sleeps on the endpoint, or requests its descriptor.
     notices: Vec<(u16, Notice)>,
 }
 
 impl Inner {
+    fn attachment(&self, address: SocketAddr) -> Attachment {
+        if self.engine.is_local(address) { Attachment::SameHost } else { Attachment::Udp }
+    }
+
     fn notice(&mut self, endpoint: u16) -> Option<&mut Notice> {
         self.notices.iter_mut().find(|(number, _)| *number == endpoint).map(|(_, notice)| notice)
     }
@@ -127,6 +160,7 @@ struct Shared {
     polled: AtomicU64,
     sleeping: AtomicU32,
     is_closing: AtomicBool,
+    /// Readable when packets arrive, by the socket or by a ring.
     descriptor: RawFd,
     /// Wakes the library thread.
     wake: Event,
@@ -142,17 +176,38 @@ impl Shared {
 
     /// Receives packets, checks the timers and sends. Returns whether any packet arrived.
     fn progress(&self, inner: &mut Inner) -> bool {
-        let mut arrived = false;
         let now = self.now();
-        for _ in 0..RECEIVES_MAX {
+        let mut arrived = self.receive_local(inner, now);
+        let receives = if inner.local.is_socket_turn(now) { RECEIVES_MAX } else { 0 };
+        for _ in 0..receives {
             let Some(received) = inner.socket.receive() else { break };
             arrived = true;
             for packet in segments(&received) {
                 inner.engine.receive(now, received.from, packet, received.congestion);
             }
         }
+        inner.local.tend(&mut inner.engine, now);
         inner.engine.tick(now);
         self.send(inner);
+        arrived
+    }
+
+    /// Receives packets from rings. Who sleeps on the inbox relies on bells: a thread that takes packets must not leave a sleeper
+    /// without one.
+    fn receive_local(&self, inner: &mut Inner, now: u64) -> bool {
+        let mut arrived = false;
+        for _ in 0..REARMS_MAX {
+            let taken = inner.local.receive(&mut inner.engine, now);
+            arrived |= taken.arrived;
+            if taken.heard && self.attends_at.swap(0, Ordering::Relaxed) != 0 {
+                // The library thread may have missed the bell. Awake, it looks often, and arms the rings before it sleeps long.
+                self.wake.raise();
+            }
+            if self.sleeping.load(Ordering::Relaxed) == 0 || !inner.local.arm() {
+                return arrived;
+            }
+        }
+        inner.notices.iter_mut().filter(|(_, notice)| notice.sleepers > 0).for_each(|(_, n)| n.raise());
         arrived
     }
 
@@ -160,7 +215,9 @@ impl Shared {
         let now = self.now();
         let mut sent = false;
         while let Some(packet) = inner.engine.depart(now) {
-            inner.socket.send(packet);
+            if !inner.local.send(&mut inner.engine, &packet) {
+                inner.socket.send(packet);
+            }
             sent = true;
         }
         inner.socket.flush();
@@ -220,6 +277,7 @@ impl Shared {
             let now = self.now();
             let wake_at = inner.engine.wake_at(now);
             self.attends_at.store(wake_at.unwrap_or(u64::MAX), Ordering::Relaxed);
+            let wake_at = if inner.local.arm() { Some(now) } else { wake_at };
             drop(inner);
             let sleep = wake_at.map(|at| at.saturating_sub(now));
             wait_readable(&[self.descriptor, self.wake.descriptor()], sleep);
@@ -244,11 +302,12 @@ impl Node {
         if config.receive_budget == 0 {
             config.receive_budget = socket.receive_room().clamp(64 << 10, 4 << 20);
         }
+        let local = Local::new(options.meeting.clone(), socket.as_fd()).map_err(refused)?;
         let epoch = SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |since| since.as_nanos() as u64);
-        let engine = Engine::new(config, epoch, random()?);
-        let inner = Inner { engine, socket, kept: vec![], notices: vec![] };
+        let engine = Engine::new(config, epoch, random().map_err(refused)?);
+        let inner = Inner { engine, socket, local, kept: vec![], notices: vec![] };
         let shared = Arc::new(Shared {
-            descriptor: inner.socket.descriptor(),
+            descriptor: inner.local.inbox(),
             inner: Mutex::new(inner),
             start: Instant::now(),
             polled: AtomicU64::new(0),
@@ -274,6 +333,11 @@ impl Node {
     /// Returns the engine's counters.
     pub fn counters(&self) -> Counters {
         self.shared.inner.lock().engine.counters()
+    }
+
+    /// Returns the counters of the rings to processes of this host.
+    pub fn ring_counters(&self) -> RingCounters {
+        self.shared.inner.lock().local.counters()
     }
 
     /// Opens the endpoint with this number, or with the first free number.
@@ -310,248 +374,6 @@ impl Drop for Node {
     }
 }
 
-/// An endpoint: the application posts operations on it and takes completions from it. Dropping it closes it.
-pub struct Endpoint {
-    shared: Arc<Shared>,
-    number: u16,
-}
-
-impl Endpoint {
-    /// Number of the endpoint within the node.
-    pub fn number(&self) -> u16 {
-        self.number
-    }
-
-    /// Registers memory that peers address by the returned key. Its first byte has the offset 0.
-    pub fn register(&self, span: Span, access: Access) -> Result<Key, Error> {
-        self.register_at(span, 0, access, None)
-    }
-
-    /// Registers memory whose first byte has the offset `base`, under `key` if one is given.
-    pub fn register_at(&self, span: Span, base: u64, access: Access, key: Option<Key>) -> Result<Key, Error> {
-        Ok(self.shared.inner.lock().engine.register(self.number, span, base, access, key)?)
-    }
-
-    /// Deregisters memory. When this call returns, no peer reads or writes the memory any more.
-    pub fn deregister(&self, key: Key) -> Result<(), Error> {
-        let mut inner = self.shared.inner.lock();
-        let known = inner.engine.deregister(key);
-        self.shared.send(&mut inner);
-        drop(inner);
-        if known { Ok(()) } else { Err(PostError::UnknownKey.into()) }
-    }
-
-    /// Posts an operation, and sends as many packets as the window allows.
-    pub fn post(&self, peer: Peer, out: &Outgoing) -> Result<(), Error> {
-        let mut inner = self.shared.inner.lock();
-        if !inner.engine.has_datagram(peer.address) {
-            // Without a route the default size is as good as any: the peer is later reported as unreachable.
-            let datagram = datagram_to(peer.address).unwrap_or(inner.engine.config().datagram_max);
-            inner.engine.set_datagram(peer.address, datagram);
-        }
-        inner.engine.post(self.shared.now(), self.number, peer, out)?;
-        self.shared.send(&mut inner);
-        // The operation may start a timer although nothing could be sent, and a buffered one has completed.
-        self.shared.rouse(&mut inner);
-        inner.signal(Some(self.number));
-        Ok(())
-    }
-
-    /// Posts a buffer for a message.
-    pub fn post_receive(&self, receive: &Receive) -> Result<(), Error> {
-        let mut inner = self.shared.inner.lock();
-        inner.engine.post_receive(self.number, receive)?;
-        self.shared.send(&mut inner);
-        inner.signal(Some(self.number));
-        Ok(())
-    }
-
-    /// Sends a message.
-    pub fn send(&self, peer: Peer, span: Span, tag: Option<u64>, context: u64) -> Result<(), Error> {
-        self.post(peer, &plain(Shape::Message { tag }, span, None, context))
-    }
-
-    /// Receives a message without a tag.
-    pub fn receive(&self, span: Span, context: u64) -> Result<(), Error> {
-        self.post_receive(&Receive { matching: Match::default(), span, context, several: None })
-    }
-
-    /// Writes into registered memory of a peer. With `data`, the peer gets a completion when all bytes have arrived.
-    pub fn write(
-        &self,
-        peer: Peer,
-        span: Span,
-        (key, at): (Key, u64),
-        data: Option<u64>,
-        context: u64,
-    ) -> Result<(), Error> {
-        self.post(peer, &plain(Shape::Write { key, at }, span, data, context))
-    }
-
-    /// Reads from registered memory of a peer.
-    pub fn read(&self, peer: Peer, span: Span, (key, at): (Key, u64), context: u64) -> Result<(), Error> {
-        self.post(peer, &plain(Shape::Read { key, at }, span, None, context))
-    }
-
-    /// Keeps a region's memory alive as long as the node.
-    fn keep(&self, bytes: Arc<[AtomicU8]>) {
-        self.shared.inner.lock().kept.push(bytes);
-    }
-
-    /// Withdraws a posted buffer. Returns false if no posted buffer has this context, or if a message is being received into
-    /// it.
-    pub fn cancel(&self, context: u64) -> bool {
-        self.shared.inner.lock().engine.cancel(self.number, context)
-    }
-
-    /// Finds an unexpected message without receiving it; `claim` reserves it for `receive_claimed`.
-    pub fn peek(&self, matching: &Match, claim: Option<u64>) -> Option<Seen> {
-        let mut inner = self.shared.inner.lock();
-        self.shared.polled.fetch_add(1, Ordering::Relaxed);
-        self.shared.progress(&mut inner);
-        inner.signal(Some(self.number));
-        inner.engine.peek(self.number, matching, claim)
-    }
-
-    /// Receives the message reserved with `claim`, or discards it if there is no span. Returns false if no such message exists.
-    pub fn receive_claimed(&self, claim: u64, span: Option<Span>, context: u64) -> bool {
-        let mut inner = self.shared.inner.lock();
-        let taken = inner.engine.receive_claimed(self.number, claim, span, context);
-        self.shared.send(&mut inner);
-        inner.signal(Some(self.number));
-        taken
-    }
-
-    /// Makes progress, then takes one completion if there is any.
-    pub fn poll(&self) -> Option<Completion> {
-        self.poll_by(Engine::poll)
-    }
-
-    /// Like `poll`, but leaves the arrivals of peers' writes in the queue, so that peers which write with immediate data have to
-    /// wait until the application takes them.
-    pub fn poll_own(&self) -> Option<Completion> {
-        self.poll_by(Engine::poll_own)
-    }
-
-    fn poll_by(&self, take: impl Fn(&mut Engine, u16) -> Option<Completion>) -> Option<Completion> {
-        let mut inner = self.shared.inner.lock();
-        self.shared.polled.fetch_add(1, Ordering::Relaxed);
-        inner.lower(self.number);
-        let mut completion = take(&mut inner.engine, self.number);
-        if completion.is_none() {
-            self.shared.progress(&mut inner);
-            completion = take(&mut inner.engine, self.number);
-        }
-        self.finish_taking(&mut inner);
-        completion
-    }
-
-    /// Takes one queued completion without making progress.
-    pub fn take(&self) -> Option<Completion> {
-        let mut inner = self.shared.inner.lock();
-        let completion = inner.engine.poll(self.number);
-        self.finish_taking(&mut inner);
-        completion
-    }
-
-    /// Sends the credits that taking completions returns, and wakes the threads that wait for other completions.
-    fn finish_taking(&self, inner: &mut Inner) {
-        if inner.engine.has_departures() {
-            self.shared.send(inner);
-        }
-        inner.signal(Some(self.number));
-    }
-
-    /// Waits for a completion: polls for 50 us, then sleeps. Returns `None` if the time expires.
-    pub fn wait(&self, timeout: Option<Duration>) -> Option<Completion> {
-        let shared = &self.shared;
-        let start = shared.now();
-        let end = timeout.map(|timeout| start.saturating_add(timeout.as_nanos() as u64));
-        let mut spin_end = start + SPIN_NS;
-        loop {
-            if let Some(completion) = self.poll() {
-                return Some(completion);
-            }
-            let now = shared.now();
-            if end.is_some_and(|end| now >= end) {
-                return None;
-            }
-            if now < spin_end {
-                std::hint::spin_loop();
-                continue;
-            }
-            self.sleep(end);
-            spin_end = shared.now() + SPIN_NS / 10;
-        }
-    }
-
-    /// Returns a descriptor for `poll` or `epoll` that is readable when there may be completions to take. The application
-    /// should take completions until there are none, call `pause` with a time of zero so that peers get their answers, and then
-    /// wait. The descriptor stays open as long as the node.
-    pub fn descriptor(&self) -> Result<RawFd, Error> {
-        let mut inner = self.shared.inner.lock();
-        let descriptor =
-            inner.new_notice(self.number).and_then(|notice| notice.watch(self.shared.descriptor));
-        descriptor.map_err(|error| Error::Socket(self.shared.address, error))
-    }
-
-    /// Wakes a thread that sleeps on the endpoint's descriptor, or in `pause` or `wait`.
-    pub fn wake(&self) {
-        if let Some(notice) = self.shared.inner.lock().notice(self.number) {
-            notice.raise();
-        }
-    }
-
-    /// Sleeps until there may be completions to take, or until the time expires.
-    pub fn pause(&self, timeout: Duration) {
-        self.sleep(Some(self.shared.now() + timeout.as_nanos() as u64));
-    }
-
-    /// Sleeps until a packet arrives, a timer is due, or `end` is reached.
-    fn sleep(&self, end: Option<u64>) {
-        let shared = &self.shared;
-        let mut inner = shared.inner.lock();
-        inner.engine.hurry();
-        shared.send(&mut inner);
-        let now = shared.now();
-        if inner.engine.waiting(self.number) > 0 || end.is_some_and(|end| end <= now) {
-            return;
-        }
-        let others = shared.sleeping.fetch_add(1, Ordering::Relaxed);
-        let wake_at = inner.engine.wake_at(now);
-        let notice = inner.new_notice(self.number);
-        // Without an event no other thread can wake this one.
-        let shared_sleep = (others > 0 || notice.is_err()).then_some(now + SHARED_SLEEP_NS);
-        let wake = [wake_at, end, shared_sleep].into_iter().flatten().min();
-        let event = notice.map_or(-1, |notice| {
-            let until = wake.unwrap_or(u64::MAX);
-            notice.until = if notice.sleepers == 0 { until } else { notice.until.max(until) };
-            notice.sleepers += 1;
-            notice.event()
-        });
-        drop(inner);
-        wait_readable(&[shared.descriptor, event], wake.map(|wake| wake.saturating_sub(now)));
-        shared.sleeping.fetch_sub(1, Ordering::Relaxed);
-        if event >= 0
-            && let Some(notice) = shared.inner.lock().notice(self.number)
-        {
-            notice.sleepers -= 1;
-        }
-    }
-}
-
-impl Drop for Endpoint {
-    fn drop(&mut self) {
-        let mut inner = self.shared.inner.lock();
-        inner.engine.close(self.number);
-        self.shared.send(&mut inner);
-    }
-}
-
-fn plain(shape: Shape, span: Span, data: Option<u64>, context: u64) -> Outgoing {
-    Outgoing { shape, span, data, context, is_buffered: false, is_quiet: false }
-}
-
 /// Parses the name of an endpoint, `HOST:PORT/ENDPOINT`, where HOST is an address or a name that the system resolves.
 pub fn resolve(name: &str) -> Result<Peer, Error> {
     let wrong = |why: String| Error::Name(name.into(), why);
@@ -562,13 +384,5 @@ pub fn resolve(name: &str) -> Result<Peer, Error> {
     Ok(Peer { address, endpoint })
 }
 
-/// Returns random bytes from the kernel.
-fn random() -> Result<[u8; 32], Error> {
-    let mut bytes = [0u8; 32];
-    // SAFETY: the kernel writes at most as many bytes into `bytes` as it has.
-    let got = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), bytes.len(), 0) };
-    if got == bytes.len() as isize {
-        return Ok(bytes);
-    }
-    Err(Error::Socket((Ipv4Addr::UNSPECIFIED, 0).into(), io::Error::last_os_error()))
-}
+#[cfg(test)]
+mod tests;

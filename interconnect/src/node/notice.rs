@@ -7,19 +7,19 @@ use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 
 /// An eventfd, which is readable while it is raised.
-pub(super) struct Event(OwnedFd);
+pub(crate) struct Event(OwnedFd);
 
 /// What threads sleep on until an endpoint has completions: its event and the socket. The socket is readable when packets have
 /// arrived that no thread has received yet.
-pub(super) struct Notice {
+pub(crate) struct Notice {
     event: Event,
     is_raised: bool,
     /// Epoll descriptor over the socket and the event, for applications that wait for several event sources.
     epoll: Option<OwnedFd>,
     /// Number of threads that sleep on the event.
-    pub(super) sleepers: u32,
+    pub(crate) sleepers: u32,
     /// Time at which the last of these threads wakes by itself.
-    pub(super) until: u64,
+    pub(crate) until: u64,
 }
 
 fn owned(fd: RawFd) -> io::Result<OwnedFd> {
@@ -31,21 +31,21 @@ fn owned(fd: RawFd) -> io::Result<OwnedFd> {
 }
 
 impl Event {
-    pub(super) fn new() -> io::Result<Self> {
+    pub(crate) fn new() -> io::Result<Self> {
         // SAFETY: the call creates a descriptor, and accesses no memory of this process.
         Ok(Self(owned(unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) })?))
     }
 
-    pub(super) fn descriptor(&self) -> RawFd {
+    pub(crate) fn descriptor(&self) -> RawFd {
         self.0.as_raw_fd()
     }
 
-    pub(super) fn raise(&self) {
+    pub(crate) fn raise(&self) {
         // SAFETY: the kernel reads eight bytes from an integer that outlives the call.
         unsafe { libc::write(self.descriptor(), std::ptr::from_ref(&1u64).cast(), 8) };
     }
 
-    pub(super) fn lower(&self) {
+    pub(crate) fn lower(&self) {
         let mut count = 0u64;
         // SAFETY: the kernel writes eight bytes into an integer that outlives the call.
         unsafe { libc::read(self.descriptor(), std::ptr::from_mut(&mut count).cast(), 8) };
@@ -53,12 +53,12 @@ impl Event {
 }
 
 impl Notice {
-    pub(super) fn new() -> io::Result<Self> {
+    pub(crate) fn new() -> io::Result<Self> {
         Ok(Self { event: Event::new()?, is_raised: false, epoll: None, sleepers: 0, until: 0 })
     }
 
     /// Returns the epoll descriptor, and creates it if needed.
-    pub(super) fn watch(&mut self, socket: RawFd) -> io::Result<RawFd> {
+    pub(crate) fn watch(&mut self, socket: RawFd) -> io::Result<RawFd> {
         if let Some(epoll) = &self.epoll {
             return Ok(epoll.as_raw_fd());
         }
@@ -75,23 +75,23 @@ impl Notice {
         Ok(self.epoll.insert(epoll).as_raw_fd())
     }
 
-    pub(super) fn event(&self) -> RawFd {
+    pub(crate) fn event(&self) -> RawFd {
         self.event.descriptor()
     }
 
     /// Whether a thread may wait for completions. `is_own`: the caller takes the completions of this endpoint itself, so only
     /// other threads that sleep in a call count.
-    pub(super) fn is_awaited(&self, is_own: bool) -> bool {
+    pub(crate) fn is_awaited(&self, is_own: bool) -> bool {
         self.sleepers > 0 || self.epoll.is_some() && !is_own
     }
 
-    pub(super) fn raise(&mut self) {
+    pub(crate) fn raise(&mut self) {
         if !std::mem::replace(&mut self.is_raised, true) {
             self.event.raise();
         }
     }
 
-    pub(super) fn lower(&mut self) {
+    pub(crate) fn lower(&mut self) {
         if std::mem::take(&mut self.is_raised) {
             self.event.lower();
         }

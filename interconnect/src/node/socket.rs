@@ -3,7 +3,7 @@
 use std::io;
 use std::mem::{size_of, zeroed};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::ptr;
 
 use crate::proto::Departure;
@@ -26,7 +26,7 @@ const CONTROL_BYTES: usize = 128;
 #[repr(C, align(8))]
 struct Control([u8; CONTROL_BYTES]);
 
-pub(super) struct Socket {
+pub(crate) struct Socket {
     socket: UdpSocket,
     buffer: Vec<u8>,
     train: Train,
@@ -35,12 +35,12 @@ pub(super) struct Socket {
 }
 
 /// A received datagram, or several coalesced datagrams of one sender and one size.
-pub(super) struct Received<'a> {
-    pub(super) from: SocketAddr,
+pub(crate) struct Received<'a> {
+    pub(crate) from: SocketAddr,
     pub(super) bytes: &'a [u8],
     /// Size of each packet except the last.
     pub(super) segment: usize,
-    pub(super) congestion: bool,
+    pub(crate) congestion: bool,
 }
 
 struct Train {
@@ -54,7 +54,12 @@ struct Train {
 
 impl Socket {
     pub(super) fn bind(address: SocketAddr) -> io::Result<Self> {
-        let socket = UdpSocket::bind(address)?;
+        Self::new(UdpSocket::bind(address)?)
+    }
+
+    /// Prepares a bound socket.
+    pub(crate) fn new(socket: UdpSocket) -> io::Result<Self> {
+        let address = socket.local_addr()?;
         let fd = socket.as_raw_fd();
         for (force, plain) in
             [(libc::SO_RCVBUFFORCE, libc::SO_RCVBUF), (libc::SO_SNDBUFFORCE, libc::SO_SNDBUF)]
@@ -83,8 +88,12 @@ impl Socket {
         self.socket.as_raw_fd()
     }
 
+    pub(crate) fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+
     /// Number of packet bytes that fit into the receive buffer beside the kernel's overhead for each packet.
-    pub(super) fn receive_room(&self) -> usize {
+    pub(crate) fn receive_room(&self) -> usize {
         let mut bytes: libc::c_int = 0;
         let mut len = size_of::<libc::c_int>() as libc::socklen_t;
         // SAFETY: the kernel writes at most `len` bytes into `bytes`, which has this length.
@@ -96,7 +105,7 @@ impl Socket {
     }
 
     /// Receives a datagram without blocking.
-    pub(super) fn receive(&mut self) -> Option<Received<'_>> {
+    pub(crate) fn receive(&mut self) -> Option<Received<'_>> {
         // SAFETY: both are plain C structures, for which zero bytes are valid.
         let (mut name, mut message) =
             unsafe { (zeroed::<libc::sockaddr_storage>(), zeroed::<libc::msghdr>()) };
@@ -137,7 +146,7 @@ impl Socket {
     }
 
     /// Queues a packet. Sends the queued packets first if this packet does not fit into their train. `flush` sends the rest.
-    pub(super) fn send(&mut self, packet: Departure) {
+    pub(crate) fn send(&mut self, packet: Departure) {
         let bytes = packet.header.as_bytes().len() + packet.payload.len();
         let train = &self.train;
         let fits = train.to == Some(packet.to)
@@ -157,7 +166,7 @@ impl Socket {
     }
 
     /// Sends the queued packets. A packet that the kernel refuses counts as lost in the network.
-    pub(super) fn flush(&mut self) {
+    pub(crate) fn flush(&mut self) {
         let Some(to) = self.train.to.take() else { return };
         let packets = std::mem::take(&mut self.train.packets);
         let segment = if packets.len() > 1 { self.train.segment } else { 0 };
@@ -281,7 +290,7 @@ const PACKET_MIN: libc::c_int = 576;
 
 /// Returns the size of the largest datagram to this address without fragmentation, also if an overlay encapsulates it, derived from
 /// the MTU of its route.
-pub(super) fn datagram_to(address: SocketAddr) -> io::Result<usize> {
+pub(crate) fn datagram_to(address: SocketAddr) -> io::Result<usize> {
     let any: SocketAddr = match address {
         SocketAddr::V4(_) => (Ipv4Addr::UNSPECIFIED, 0).into(),
         SocketAddr::V6(_) => (Ipv6Addr::UNSPECIFIED, 0).into(),
@@ -306,7 +315,7 @@ pub(super) fn datagram_to(address: SocketAddr) -> io::Result<usize> {
 }
 
 /// Waits until one of the descriptors is readable or the time expires.
-pub(super) fn wait_readable(descriptors: &[RawFd], timeout_ns: Option<u64>) {
+pub(crate) fn wait_readable(descriptors: &[RawFd], timeout_ns: Option<u64>) {
     let mut polled: [libc::pollfd; 2] = [libc::pollfd { fd: -1, events: libc::POLLIN, revents: 0 }; 2];
     for (entry, fd) in polled.iter_mut().zip(descriptors) {
         entry.fd = *fd;
@@ -321,6 +330,6 @@ pub(super) fn wait_readable(descriptors: &[RawFd], timeout_ns: Option<u64>) {
 }
 
 /// Splits a received datagram into the packets that the kernel coalesced.
-pub(super) fn segments<'a>(received: &Received<'a>) -> impl Iterator<Item = &'a [u8]> {
+pub(crate) fn segments<'a>(received: &Received<'a>) -> impl Iterator<Item = &'a [u8]> {
     received.bytes.chunks(received.segment)
 }

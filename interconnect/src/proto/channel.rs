@@ -31,7 +31,7 @@ pub(super) const CONTROL_MAX: usize = 8192;
 /// Maximum memory of the events of one channel that wait for earlier packets, in bytes.
 pub(super) const WAITING_BYTES_MAX: usize = 2 << 20;
 /// Maximum memory of these events and of messages in assembly on all channels together, in bytes: enough for 32 channels that
-/// lose packets at once. A channel beyond that gets its packets again.
+/// lose packets at once. Further packets that arrive out of order are dropped, and the peer retransmits them.
 pub(super) const KEPT_BYTES_MAX: usize = 64 << 20;
 
 /// Content of a packet, kept for its retransmission.
@@ -121,6 +121,12 @@ pub(super) enum Form {
         key: Key,
         at: u64,
     },
+    /// A write of `len` bytes that are in the target's memory already.
+    Placed {
+        key: Key,
+        at: u64,
+        len: u32,
+    },
     Read {
         key: Key,
         at: u64,
@@ -181,7 +187,7 @@ impl Op {
     /// Whether the operation is visible to the target's application, so that it takes a message number and a credit.
     pub(super) fn is_seen(&self) -> bool {
         matches!(self.form, Form::Message { .. })
-            || self.data.is_some() && matches!(self.form, Form::Write { .. })
+            || self.data.is_some() && matches!(self.form, Form::Write { .. } | Form::Placed { .. })
     }
 
     /// Whether the operation is a write that the target pulls.
@@ -196,7 +202,12 @@ impl Op {
 
     /// Whether the operation is a write without immediate data, which need not wait for other operations.
     pub(super) fn is_plain_write(&self) -> bool {
-        matches!(self.form, Form::Write { .. }) && self.data.is_none()
+        matches!(self.form, Form::Write { .. } | Form::Placed { .. }) && self.data.is_none()
+    }
+
+    /// Number of bytes that the operation moves.
+    pub(super) fn len(&self) -> u64 {
+        if let Form::Placed { len, .. } = self.form { len.into() } else { self.span.len() as u64 }
     }
 }
 
@@ -299,6 +310,13 @@ pub(super) struct Channel {
     pub(super) hellos: u32,
     pub(super) is_welcome_due: bool,
     pub(super) datagram: usize,
+    /// Packets travel through shared memory; the datagram size of the network meanwhile.
+    pub(super) local: Option<usize>,
+    /// Names this channel in an invitation to shared memory.
+    pub(super) secret: [u8; 16],
+    /// Number of invitations sent, and the earliest time of the next one.
+    pub(super) invites: u32,
+    pub(super) invite_at: u64,
     pub(super) window: Window<What>,
     pub(super) arrivals: Arrivals<Event>,
     pub(super) waiting_bytes: usize,
@@ -344,6 +362,10 @@ impl Channel {
             hellos: 0,
             is_welcome_due: false,
             datagram: 1200,
+            local: None,
+            secret: [0; 16],
+            invites: 0,
+            invite_at: 0,
             window: Window::new(window_max),
             arrivals: Arrivals::new(),
             waiting_bytes: 0,

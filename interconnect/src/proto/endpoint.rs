@@ -13,7 +13,7 @@ pub(super) const ENDPOINTS_MAX: usize = 1024;
 pub(super) const POSTED_MAX: usize = 65_536;
 /// Maximum number of unexpected messages of one endpoint.
 pub(super) const UNEXPECTED_MAX: usize = 65_536;
-/// Maximum memory of an endpoint's unexpected messages, in bytes.
+/// Default of the maximum memory of an endpoint's unexpected messages, in bytes.
 pub(super) const UNEXPECTED_BYTES_MAX: usize = 64 << 20;
 
 /// Address of an endpoint: socket address of its engine and endpoint number.
@@ -225,10 +225,10 @@ impl Endpoint {
         true
     }
 
-    /// Whether there is room for another unexpected message of `bytes` bytes.
-    pub(super) fn has_room(&self, bytes: usize) -> bool {
+    /// Whether there is room for another unexpected message of `bytes` bytes, if all may take `bytes_max`.
+    pub(super) fn has_room(&self, bytes: usize, bytes_max: usize) -> bool {
         self.unexpected.len() < UNEXPECTED_MAX
-            && self.unexpected_bytes + bytes + size_of::<Unexpected>() <= UNEXPECTED_BYTES_MAX
+            && self.unexpected_bytes + bytes + size_of::<Unexpected>() <= bytes_max
     }
 
     /// Stores an unexpected message.

@@ -79,6 +79,15 @@ impl Span {
         true
     }
 
+    /// Copies the bytes of `from` to `offset`. Returns false and copies nothing if they do not fit.
+    pub(crate) fn copy_from(&self, offset: u64, from: Span) -> bool {
+        let Some(part) = self.part(offset, from.len as u64) else { return false };
+        // SAFETY: both spans' creators guarantee valid memory. One of them is the application's; the other one is the engine's own or
+        // shared with the peer, which no application span overlaps.
+        unsafe { std::ptr::copy_nonoverlapping(from.start, part.start, from.len) };
+        true
+    }
+
     /// Appends the bytes of the span to `to`.
     pub fn read_to(&self, to: &mut Vec<u8>) {
         to.reserve(self.len);
@@ -152,6 +161,10 @@ impl Memory {
     /// Removes a region. Returns false if it does not exist.
     pub(super) fn deregister(&mut self, key: Key) -> bool {
         self.regions.remove(&key).is_some()
+    }
+
+    pub(super) fn has(&self, key: Key) -> bool {
+        self.regions.contains_key(&key)
     }
 
     /// Returns the keys of the regions of `endpoint`.

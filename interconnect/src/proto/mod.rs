@@ -16,11 +16,13 @@
 //! - The target's engine executes **atomic operations** in packet order (`atomic.rs`).
 //! - Each message consumes a **credit** of its target endpoint. An endpoint that cannot accept a message answers
 //!   **receiver not ready**; the origin sends that message and all messages behind it again later.
+//! - Packets between two processes of one host may travel through **shared memory** in place of the network (`engine/local.rs`);
+//!   the protocol stays the same.
 //! - No operation waits forever: a peer that acknowledges nothing for `dead_after` counts as dead, a restarted peer rejects
 //!   packets of its former life, and operations can have a deadline. Each of these cases ends the operation with a [`Status`].
 //!
 //! Each bound is defined beside the resource that it limits: `WINDOW`, `OPERATIONS_MAX`, `PULLS_MAX`, `SERVES_MAX`,
-//! `CHANNELS_MAX`, `REGIONS_MAX`, `ENDPOINTS_MAX`, `UNEXPECTED_MAX`, `UNEXPECTED_BYTES_MAX`, `KEPT_BYTES_MAX`, `POSTED_MAX`.
+//! `CHANNELS_MAX`, `REGIONS_MAX`, `ENDPOINTS_MAX`, `UNEXPECTED_MAX`, `POSTED_MAX`, and in `Config`.
 
 mod arrivals;
 mod atomic;
@@ -28,14 +30,16 @@ mod channel;
 mod endpoint;
 mod engine;
 mod memory;
-mod slab;
+pub(crate) mod slab;
 mod status;
 mod window;
 pub mod wire;
 
 pub use atomic::{ATOMIC_BYTES_MAX, Change, Datatype};
 pub use endpoint::{Completion, Kind, Match, Peer};
-pub use engine::{Atomic, Config, Counters, Departure, Engine, Outgoing, PostError, Receive, Seen, Shape};
+pub use engine::{
+    Atomic, Config, Counters, Departure, Engine, LOCAL_PACKET_MAX, Outgoing, PostError, Receive, Seen, Shape,
+};
 pub use memory::{Access, Key, Span};
 pub use status::Status;
 

@@ -2,7 +2,7 @@
 //! the same slot.
 
 /// Entries by number. A number combines a 16-bit slot index with a 16-bit generation.
-pub(super) struct Slab<T> {
+pub(crate) struct Slab<T> {
     entries: Vec<(u16, Option<T>)>,
     free: Vec<u16>,
     max: usize,
@@ -10,21 +10,21 @@ pub(super) struct Slab<T> {
 
 impl<T> Slab<T> {
     /// Creates a table of at most `max` entries; `max` is at most 65 536.
-    pub(super) fn new(max: usize) -> Self {
+    pub(crate) fn new(max: usize) -> Self {
         assert!(max <= 1 << 16);
         Self { entries: vec![], free: vec![], max }
     }
 
-    pub(super) fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.entries.len() - self.free.len()
     }
 
-    pub(super) fn is_full(&self) -> bool {
+    pub(crate) fn is_full(&self) -> bool {
         self.len() >= self.max
     }
 
     /// Adds an entry. Returns `None` if the table is full.
-    pub(super) fn insert(&mut self, value: T) -> Option<u32> {
+    pub(crate) fn insert(&mut self, value: T) -> Option<u32> {
         let place = match self.free.pop() {
             Some(place) => place,
             None if self.entries.len() < self.max => {
@@ -38,23 +38,23 @@ impl<T> Slab<T> {
         Some(u32::from(entry.0) << 16 | u32::from(place))
     }
 
-    pub(super) fn get(&self, number: u32) -> Option<&T> {
+    pub(crate) fn get(&self, number: u32) -> Option<&T> {
         let (life, value) = self.entries.get(number as usize & 0xffff)?;
         value.as_ref().filter(|_| u32::from(*life) == number >> 16)
     }
 
-    pub(super) fn get_mut(&mut self, number: u32) -> Option<&mut T> {
+    pub(crate) fn get_mut(&mut self, number: u32) -> Option<&mut T> {
         let (life, value) = self.entries.get_mut(number as usize & 0xffff)?;
         value.as_mut().filter(|_| u32::from(*life) == number >> 16)
     }
 
     /// Returns the number of the entry in slot `place`.
-    pub(super) fn number_at(&self, place: usize) -> Option<u32> {
+    pub(crate) fn number_at(&self, place: usize) -> Option<u32> {
         let (life, value) = self.entries.get(place)?;
         value.as_ref().map(|_| u32::from(*life) << 16 | place as u32)
     }
 
-    pub(super) fn remove(&mut self, number: u32) -> Option<T> {
+    pub(crate) fn remove(&mut self, number: u32) -> Option<T> {
         self.get(number)?;
         let place = number as u16;
         let (life, value) = &mut self.entries[usize::from(place)];
@@ -64,12 +64,12 @@ impl<T> Slab<T> {
     }
 
     /// Iterates over the entries.
-    pub(super) fn iter(&self) -> impl Iterator<Item = &T> {
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &T> {
         self.entries.iter().filter_map(|(_, value)| value.as_ref())
     }
 
     /// Returns the numbers of the entries for which `f` returns true.
-    pub(super) fn numbers(&self, mut f: impl FnMut(&T) -> bool) -> Vec<u32> {
+    pub(crate) fn numbers(&self, mut f: impl FnMut(&T) -> bool) -> Vec<u32> {
         let entries = self.entries.iter().enumerate();
         entries
             .filter_map(|(place, (life, value))| {

@@ -16,6 +16,8 @@ const LOSS_AFTER: u64 = 3;
 /// Minimum retransmission timeout: covers the time until the operating system schedules the receiving process.
 const TIMEOUT_MIN_NS: u64 = 1_000_000;
 const TIMEOUT_MAX_NS: u64 = 200_000_000;
+/// Minimum retransmission timeout of a path that loses nothing: a packet is late only if its receiver does not run.
+const TIMEOUT_LOSSLESS_NS: u64 = 200_000_000;
 /// Retransmission timeout before the first round-trip measurement.
 const TIMEOUT_FIRST_NS: u64 = 20_000_000;
 const CONGESTION_WINDOW_FIRST: u64 = 128 << 10;
@@ -117,6 +119,16 @@ impl<W: Copy> Window<W> {
     pub(super) fn limit(&mut self, bytes: u64) {
         self.congestion.max = bytes.max(CONGESTION_WINDOW_MIN);
         self.congestion.window = self.congestion.window.min(self.congestion.max);
+    }
+
+    /// The path changes. `lossless`: it loses nothing and takes this many bytes, so that congestion control does not apply.
+    pub(super) fn set_lossless(&mut self, lossless: Option<u64>) {
+        self.congestion = Congestion::new(lossless.unwrap_or(self.congestion.max));
+        if lossless.is_some() {
+            self.congestion.window = self.congestion.max;
+        }
+        self.congestion.is_fixed = lossless.is_some();
+        self.round_trip = RoundTrip::default();
     }
 
     /// Assigns the next number to a packet that is sent now.
@@ -257,7 +269,8 @@ impl<W: Copy> Window<W> {
 
     /// Time of the next retransmission timeout.
     pub(super) fn deadline(&self) -> Option<u64> {
-        let timeout = self.round_trip.timeout() << self.timeouts.min(8);
+        let least = if self.congestion.is_fixed { TIMEOUT_LOSSLESS_NS } else { TIMEOUT_MIN_NS };
+        let timeout = self.round_trip.timeout().max(least) << self.timeouts.min(8);
         (!self.packets.is_empty()).then(|| self.timer_from + timeout.min(TIMEOUT_MAX_NS))
     }
 
@@ -314,11 +327,7 @@ impl RoundTrip {
     }
 
     fn timeout(&self) -> u64 {
-        if self.smooth == 0 {
-            TIMEOUT_FIRST_NS
-        } else {
-            (self.smooth + 4 * self.variation).max(TIMEOUT_MIN_NS)
-        }
+        if self.smooth == 0 { TIMEOUT_FIRST_NS } else { self.smooth + 4 * self.variation }
     }
 }
 
@@ -329,6 +338,8 @@ struct Congestion {
     window: u64,
     max: u64,
     is_slow_start: bool,
+    /// The window neither grows nor shrinks.
+    is_fixed: bool,
     shrunk_at: u64,
     judged_at: u64,
     arrived: u64,
@@ -339,7 +350,8 @@ impl Congestion {
     fn new(max: u64) -> Self {
         let max = max.max(CONGESTION_WINDOW_MIN);
         let window = CONGESTION_WINDOW_FIRST.min(max);
-        Self { window, max, is_slow_start: true, shrunk_at: 0, judged_at: 0, arrived: 0, lost: 0 }
+        let (is_slow_start, is_fixed) = (true, false);
+        Self { window, max, is_slow_start, is_fixed, shrunk_at: 0, judged_at: 0, arrived: 0, lost: 0 }
     }
 
     fn grow(&mut self, bytes: u64) {
@@ -350,7 +362,7 @@ impl Congestion {
 
     /// Shrinks the window to `to / of` of its size, at most once per round trip.
     fn shrink(&mut self, now: u64, round_trip: u64, to: u64, of: u64) {
-        if now.saturating_sub(self.shrunk_at) >= round_trip {
+        if !self.is_fixed && now.saturating_sub(self.shrunk_at) >= round_trip {
             self.shrunk_at = now;
             self.is_slow_start = false;
             self.window = (self.window * to / of).max(CONGESTION_WINDOW_MIN);
@@ -370,8 +382,10 @@ impl Congestion {
     /// Halves the window after repeated timeouts. It does not collapse to the minimum because the peer's process may only be
     /// waiting for a CPU.
     fn halve(&mut self) {
-        self.window = (self.window / 2).max(CONGESTION_WINDOW_MIN);
-        self.is_slow_start = true;
+        if !self.is_fixed {
+            self.window = (self.window / 2).max(CONGESTION_WINDOW_MIN);
+            self.is_slow_start = true;
+        }
     }
 }
 

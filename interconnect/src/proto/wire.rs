@@ -202,6 +202,15 @@ pub struct Found {
     pub op: u32,
 }
 
+/// Invites a peer of the same host to exchange packets through shared memory, which the host's daemon provides.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Invite {
+    /// Name by which the daemon knows the inviting process.
+    pub name: [u8; 16],
+    /// Identifies the channel to the inviting process. Only the peer gets it.
+    pub secret: [u8; 16],
+}
+
 /// Packet type with its fields.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Body {
@@ -233,12 +242,16 @@ pub enum Body {
     Atomic(Atomic),
     /// Values that an atomic operation fetched.
     Found(Found),
+    /// A write whose bytes the origin has copied into the target's memory, which processes of one host can share. `behind` is their number.
+    Placed(Write),
+    /// Invites the peer to shared memory. Without packet number, and ignored by peers that do not know it.
+    Invite(Invite),
 }
 
 impl Body {
     /// Whether the packet takes a packet number, so that it is acknowledged, and retransmitted after a loss.
     pub fn is_numbered(&self) -> bool {
-        !matches!(self, Body::Hello(_) | Body::Welcome(_) | Body::Reset | Body::Ack)
+        !matches!(self, Body::Hello(_) | Body::Welcome(_) | Body::Reset | Body::Ack | Body::Invite(_))
     }
 
     /// Whether a payload follows the header.
@@ -379,7 +392,7 @@ impl Header {
             Body::Reset | Body::Ack | Body::Noop => 0,
             Body::Hello(_) | Body::Welcome(_) => 22,
             Body::Message(_) => 36,
-            Body::Write(_) => 40,
+            Body::Write(_) | Body::Placed(_) => 40,
             Body::Offer(_) => 44,
             Body::Pull(_) => 34,
             Body::Data(_) => 12,
@@ -387,6 +400,7 @@ impl Header {
             Body::Credit(_) => 6,
             Body::Atomic(_) => 28,
             Body::Found(_) => 4,
+            Body::Invite(_) => 32,
         };
         COMMON + own + if has_map { MAP } else { 0 }
     }
@@ -408,6 +422,8 @@ fn kind(body: &Body) -> u8 {
         Body::Credit(_) => 11,
         Body::Atomic(_) => 12,
         Body::Found(_) => 13,
+        Body::Invite(_) => 14,
+        Body::Placed(_) => 15,
     }
 }
 
@@ -426,7 +442,7 @@ fn encode_body(out: &mut Encoded, body: &Body) {
                 .for_each(|value| out.u32(value));
             [message.tag, message.data].into_iter().for_each(|value| out.u64(value));
         }
-        Body::Write(write) => {
+        Body::Write(write) | Body::Placed(write) => {
             [write.to, write.from].into_iter().for_each(|value| out.u16(value));
             [write.op, write.seq, write.behind].into_iter().for_each(|value| out.u32(value));
             [write.key, write.at, write.data].into_iter().for_each(|value| out.u64(value));
@@ -464,6 +480,10 @@ fn encode_body(out: &mut Encoded, body: &Body) {
             [atomic.key, atomic.at].into_iter().for_each(|value| out.u64(value));
         }
         Body::Found(found) => out.u32(found.op),
+        Body::Invite(invite) => {
+            out.put(invite.name);
+            out.put(invite.secret);
+        }
     }
 }
 
@@ -490,9 +510,10 @@ fn decode_body(r: &mut Reader, kind: u8) -> Option<Body> {
                 data: r.u64()?,
             })
         }
-        6 => {
+        6 | 15 => {
             let (to, from, op, seq, behind) = (r.u16()?, r.u16()?, r.u32()?, r.u32()?, r.u32()?);
-            Body::Write(Write { to, from, op, seq, behind, key: r.u64()?, at: r.u64()?, data: r.u64()? })
+            let write = Write { to, from, op, seq, behind, key: r.u64()?, at: r.u64()?, data: r.u64()? };
+            if kind == 6 { Body::Write(write) } else { Body::Placed(write) }
         }
         7 => {
             let (to, from, op, seq, total) = (r.u16()?, r.u16()?, r.u32()?, r.u32()?, r.u64()?);
@@ -518,8 +539,14 @@ fn decode_body(r: &mut Reader, kind: u8) -> Option<Body> {
             Body::Atomic(Atomic { to, from, op, change, datatype, count, key, at })
         }
         13 => Body::Found(Found { op: r.u32()? }),
+        14 => Body::Invite(Invite { name: r.take()?, secret: r.take()? }),
         _ => return None,
     })
+}
+
+/// Whether a packet that begins with this byte carries bytes that the receiver places in registered memory or in a pull.
+pub(crate) fn is_placed(first: u8) -> bool {
+    matches!(first & 15, 6 | 9)
 }
 
 /// Returns the number near `reference` that has these low 32 bits.

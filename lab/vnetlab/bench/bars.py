@@ -1,75 +1,44 @@
-"""The figures that docs/performance.md and README.md quote, looked up in docs/measurements/*.json.
+"""The figures that docs/performance.md and README.md quote, looked up in docs/measurements/*.json."""
 
-A bar is a bound that vnet should reach. Whether it is met follows from the stored medians, so the table cannot
-contradict the pages of the benches.
-"""
+from dataclasses import replace
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from vnetlab.bench.bar import DASH, Bar, Cell, Group, Results, Worst, table
+from vnetlab.bench.case import MTUS
+from vnetlab.bench.contenders import TAP as BY_TAP
+from vnetlab.bench.contenders import VNET as DEFAULT
+from vnetlab.bench.contenders import Bare, VxlanContainers, VxlanDevice
+from vnetlab.bench.guests import TapGuests
+from vnetlab.bench.interconnect import ALONE, BESIDE, FAULTS, MEMCPY, OVER_TCP, PRIORITY, RANKS, RDMA, UDP
+from vnetlab.bench.kinds import BRIDGE
+from vnetlab.bench.latency import ADAPTIVE as ADAPTIVE_VNET
+from vnetlab.bench.latency import LIKE_VNET_U
+from vnetlab.bench.mpi import MESSAGE_BYTES
+from vnetlab.bench.result import UDP_WRITES, Conditions
+from vnetlab.bench.suite import NEW_FLOWS
 
-from vnetlab.bench.result import METRICS, Conditions, Result
-
-Results = Mapping[str, Result]
-"""Stored results by bench."""
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One median: its bench, conditions, contender and metric."""
-
-    bench: str
-    conditions: Conditions
-    contender: str
-    metric: str
-
-    def value(self, results: Results) -> float:
-        """The median in base units. Raises KeyError if the bench has no such series."""
-        series = results[self.bench].find(self.conditions, self.contender, self.metric)
-        if series is None:
-            raise KeyError(f"{self.bench}.json has no {self.metric} of {self.contender} under {self.conditions}")
-        return series.median
-
-    def show(self, results: Results, unit: bool = True) -> str:
-        """The median as text."""
-        metric = METRICS[self.metric]
-        return f"{metric.show(self.value(results))} {metric.unit if unit else ''}".strip()
-
-
-@dataclass(frozen=True)
-class Bar:
-    """A bound for one median, or for its ratio to another."""
-
-    text: str
-    cell: Cell
-    at_least: float | None = None
-    at_most: float | None = None
-    """Bounds in displayed units, not base units; bounds of the ratio if there is a `base`."""
-    base: Cell | None = None
-    cause: str = ""
-    """Why the bar is missed; displayed only then."""
-
-    def measured(self, results: Results) -> float:
-        """The value that is compared with the bound."""
-        if self.base:
-            return self.cell.value(results) / self.base.value(results)
-        return self.cell.value(results) / METRICS[self.cell.metric].scale
-
-    def met(self, results: Results) -> bool:
-        """Whether the measured value is within the bound."""
-        value = self.measured(results)
-        return (self.at_least is None or value >= self.at_least) and (self.at_most is None or value <= self.at_most)
-
-    def row(self, results: Results) -> list[str]:
-        """The cells of the bar's row."""
-        figure = self.cell.show(results)
-        if self.base:
-            figure = (
-                f"{self.measured(results):.2f}x ({self.cell.show(results, unit=False)} / {self.base.show(results)})"
-            )
-        verdict = "met" if self.met(results) else f"**not met**{': ' * bool(self.cause)}{self.cause}"
-        sign, bound = ("\u2265", self.at_least) if self.at_least is not None else ("\u2264", self.at_most)
-        limit = f"{sign} {bound:g}{'x' if self.base else f' {METRICS[self.cell.metric].unit}'.rstrip()}"
-        return [f"{self.text}: {limit}", figure, verdict, f"[{self.cell.bench}](measurements/{self.cell.bench}.md)"]
+VNET, TAP, NATIVE = DEFAULT.name, BY_TAP.name, Bare().name
+"""vnet as a user gets it, its path by TAP, and the bare underlay."""
+VXLAN, DEVICE = VxlanContainers().name, VxlanDevice().name
+"""Kernel VXLAN with a bridge, and without."""
+ADAPTIVE, LIKE_VNETU = ADAPTIVE_VNET.name, LIKE_VNET_U.name
+QEMU_TAP = TapGuests().name
+FRAMES, STREAM = "64-byte frames", "TSO stream"
+MILLION = 1_000_000
+SHORT_BYTES = 1_024
+"""Messages whose one-way time is compared with native."""
+ROUND_TRIPS = {"ping one per ms": "ping_median_us", "ping back to back": "flood_median_us", "TCP": "tcp_median_us"}
+CHALLENGE = {
+    "PTRANS": "ptrans_bytes_per_s",
+    "FFT": "fft_flops",
+    "ring": "ring_bytes_per_s",
+    "RandomAccess": "updates_per_s",
+}
+"""Rates of the HPC Challenge suite."""
+CHALLENGE_LATENCY = {"ping-pong": "pingpong_latency_us", "ring": "ring_latency_us"}
+_COPIES = "four copies per byte that the kernel avoids ([note](lab-notes/2026-11-20-container-tcp.md))"
+_FLOOR = "6 us above the minimal forwarder ([note](lab-notes/2026-11-22-round-trip-latency.md))"
+_EMULATED = "the emulated vCPUs leave at most 1.16x ([note](lab-notes/2026-11-22-virtual-machine-tcp.md))"
+_GUESTS = "the emulated guests' own time ([note](lab-notes/2026-11-22-virtual-machine-latency.md))"
 
 
 def _tcp(wire: str, mtu: int, contender: str) -> Cell:
@@ -80,8 +49,8 @@ def _udp(contender: str, size: int, mtu: int) -> Cell:
     return Cell("udp", {"wire": "none", "MTU": mtu}, contender, f"udp_{size}_bps")
 
 
-def _rtt(contender: str, metric: str) -> Cell:
-    return Cell("rtt", {"wire": "none", "MTU": 1500}, contender, metric)
+def _rtt(contender: str, metric: str, mtu: int = 1500) -> Cell:
+    return Cell("rtt", {"wire": "none", "MTU": mtu}, contender, metric)
 
 
 def _small(path: str, load: str, contender: str, metric: str) -> Cell:
@@ -98,76 +67,367 @@ def _parts(between: str, contender: str, metric: str) -> Cell:
 
 
 def _routes(count: int, metric: str) -> Cell:
-    return Cell("scale", {"routes": count}, "vnet", metric)
+    return Cell("scale", {"routes": count}, VNET, metric)
 
 
-VXLAN = "kernel VXLAN, containers"
-TAP = "QEMU tap, bridge, kernel VXLAN"
-ADAPTIVE = "adaptive mode and yield"
-LIKE_VNETU = "like VNET/U: one frame a system call, blocking"
-FRAMES, STREAM = "64-byte frames", "TSO stream"
-MILLION = 1_000_000
-_COPIES = "four copies per byte that the kernel avoids ([note](lab-notes/2026-11-20-container-tcp.md))"
-_FLOOR = "6 us above the minimal forwarder ([note](lab-notes/2026-11-22-round-trip-latency.md))"
-_EMULATED = "the emulated vCPUs leave at most 1.16x ([note](lab-notes/2026-11-22-virtual-machine-tcp.md))"
-_GUESTS = "the emulated guests' own time ([note](lab-notes/2026-11-22-virtual-machine-latency.md))"
+def _sockets(contender: str, metric: str, mtu: int) -> Cell:
+    return Cell("sockets", {"wire": "none", "MTU": mtu}, contender, metric)
 
-BARS = (
+
+def _message(contender: str, metric: str, size: int, mtu: int) -> Cell:
+    return Cell("mpi", {"wire": "none", "MTU": mtu, "bytes": size}, contender, metric)
+
+
+def _challenge(contender: str, metric: str, wire: str, mtu: int) -> Cell:
+    return Cell("mpi", {"wire": wire, "MTU": mtu, "load": "HPC Challenge"}, contender, metric)
+
+
+def _by(means: str, conditions: Conditions, metric: str, path: str = VNET) -> Cell:
+    return Cell("interconnect", conditions, f"{means}, {path}", metric)
+
+
+def _one_host(contender: str, metric: str, rate: int | None = None) -> Cell:
+    flows = {} if rate is None else {"new flows per second": rate}
+    return Cell("one-host", {"between": "containers of one host"} | flows, contender, metric)
+
+
+def _round_trips(base: str) -> tuple[Bar, ...]:
+    """Median round trips of each kind against a contender's."""
+    return tuple(
+        Bar(f"{name}, MTU {mtu}", _rtt(VNET, metric, mtu), base=_rtt(base, metric, mtu))
+        for mtu in MTUS
+        for name, metric in ROUND_TRIPS.items()
+    )
+
+
+def _bytes(size: int) -> str:
+    """A size as text."""
+    unit = next(unit for unit in (1 << 20, 1 << 10, 1) if size >= unit)
+    return f"{size // unit} {'MiB' if unit > 1024 else 'KiB' if unit > 1 else 'B'}"
+
+
+def _messages(base: str, largest: int, metrics: dict[str, str]) -> tuple[Bar, ...]:
+    """Times of MPI messages up to a size against a contender's."""
+    return tuple(
+        Bar(
+            f"{_bytes(size)} {name}, MTU {mtu}",
+            _message(VNET, metric, size, mtu),
+            base=_message(base, metric, size, mtu),
+        )
+        for mtu in MTUS
+        for size in MESSAGE_BYTES
+        if size <= largest
+        for name, metric in metrics.items()
+    )
+
+
+def _suite(base: str, metrics: dict[str, str], wires: dict[str, str], mtus: tuple[int, ...]) -> tuple[Bar, ...]:
+    """Figures of the HPC Challenge suite against a contender's."""
+    return tuple(
+        Bar(f"{name}{on}, MTU {mtu}", _challenge(VNET, metric, wire, mtu), base=_challenge(base, metric, wire, mtu))
+        for wire, on in wires.items()
+        for mtu in mtus
+        for name, metric in metrics.items()
+    )
+
+
+def _bounded(
+    bars: tuple[Bar, ...], at_least: float | None = None, at_most: float | None = None, *, apart: bool = False
+) -> tuple[Bar, ...]:
+    """These bars with a common bound."""
+    return tuple(replace(bar, at_least=at_least, at_most=at_most, apart=apart) for bar in bars)
+
+
+UNLIMITED, WIRES = {"none": ""}, {"1g": " on 1 Gbit/s", "10g": " on 10 Gbit/s"}
+ONE_WAY, BOTH_WAYS = {"one way": "oneway_us"}, {"one way": "oneway_us", "both ways": "exchange_us"}
+
+KERNEL_PATH: tuple[Bar | Worst, ...] = (
+    Bar("TCP / VXLAN device", _tcp("none", 1500, VNET), 1.0, None, _tcp("none", 1500, DEVICE)),
+    Bar("TCP / bridge and VXLAN", _tcp("none", 1500, VNET), 1.15, None, _tcp("none", 1500, VXLAN)),
+    Worst("Ping and TCP request / VXLAN device", _bounded(_round_trips(DEVICE), at_most=1.0)),
+    Worst("Ping and TCP request / bridge and VXLAN", _bounded(_round_trips(VXLAN), at_most=0.65)),
+    Bar("One host: TCP / bridge", _one_host(VNET, "tcp_bps"), 1.0, None, _one_host(BRIDGE.name, "tcp_bps")),
+    Worst(
+        "One host: ping and TCP request / bridge",
+        tuple(
+            Bar(name, _one_host(VNET, metric), None, 1.0, _one_host(BRIDGE.name, metric))
+            for name, metric in ROUND_TRIPS.items()
+        ),
+    ),
+    Worst(
+        "UDP, 64 to 64 000-byte writes / bridge and VXLAN",
+        tuple(
+            Bar(f"{size} B, MTU {mtu}", _udp(VNET, size, mtu), 1.0, None, _udp(VXLAN, size, mtu))
+            for mtu in MTUS
+            for size in UDP_WRITES
+        ),
+    ),
+    Worst(
+        "MPI messages, 1 B to 4 MiB / bridge and VXLAN",
+        _bounded(_messages(VXLAN, MESSAGE_BYTES[-1], BOTH_WAYS), at_most=1.0),
+    ),
+    Worst("MPI messages up to 1 KiB / native", _bounded(_messages(NATIVE, SHORT_BYTES, ONE_WAY), at_most=1.6)),
+    Worst("HPC Challenge, rates / native", _bounded(_suite(NATIVE, CHALLENGE, UNLIMITED, MTUS), 0.95)),
+    Worst(
+        "HPC Challenge, latencies / native",
+        _bounded(_suite(NATIVE, CHALLENGE_LATENCY, UNLIMITED, MTUS), at_most=1.3),
+    ),
+    Worst("HPC Challenge, rates / bridge and VXLAN", _bounded(_suite(VXLAN, CHALLENGE, UNLIMITED, MTUS), 1.0)),
+    Worst(
+        "HPC Challenge, latencies / bridge and VXLAN",
+        _bounded(_suite(VXLAN, CHALLENGE_LATENCY, UNLIMITED, MTUS), at_most=1.0),
+    ),
+    Worst(
+        "HPC Challenge on 1 and 10 Gbit/s, MTU 9000, rates / native",
+        _bounded(_suite(NATIVE, CHALLENGE, WIRES, (9000,)), 0.98),
+    ),
+    Worst(
+        "HPC Challenge on 1 and 10 Gbit/s, MTU 1500, rates / native",
+        _bounded(_suite(NATIVE, CHALLENGE, WIRES, (1500,)), 0.94),
+    ),
+    Worst(
+        "HPC Challenge on 1 and 10 Gbit/s, latencies over native",
+        _bounded(_suite(NATIVE, CHALLENGE_LATENCY, WIRES, MTUS), at_most=2, apart=True),
+    ),
+    Bar("TCP on 10 Gbit/s, MTU 9000 / native", _tcp("10g", 9000, VNET), 0.98, None, _tcp("10g", 9000, NATIVE)),
+    Bar("TCP on 10 Gbit/s, MTU 1500 / native", _tcp("10g", 1500, VNET), 0.94, None, _tcp("10g", 1500, NATIVE)),
+    Bar("TCP on 1 Gbit/s, MTU 9000 / native", _tcp("1g", 9000, VNET), 0.99, None, _tcp("1g", 9000, NATIVE)),
+    Bar("TCP on 1 Gbit/s, MTU 1500 / native", _tcp("1g", 1500, VNET), 0.95, None, _tcp("1g", 1500, NATIVE)),
+    Worst(
+        "UDP sockets, 64 KB messages in datagrams that fit a tunnel / native",
+        tuple(
+            Bar(f"MTU {mtu}", _sockets(VNET, "fitting_bps", mtu), 0.6, None, _sockets(NATIVE, "fitting_bps", mtu))
+            for mtu in MTUS
+        ),
+    ),
+    Worst(
+        "UDP sockets, 8 bytes one way / native",
+        tuple(
+            Bar(
+                f"MTU {mtu}",
+                _sockets(VNET, "datagram_oneway_us", mtu),
+                at_most=1.4,
+                base=_sockets(NATIVE, "datagram_oneway_us", mtu),
+            )
+            for mtu in MTUS
+        ),
+    ),
     Bar(
-        "TCP between containers / kernel VXLAN",
-        _tcp("none", 1500, "vnet"),
+        "TCP beside 100 000 new flows a second / without",
+        _one_host(VNET, "tcp_bps", NEW_FLOWS),
+        at_least=0.95,
+        base=_one_host(VNET, "tcp_bps", 0),
+    ),
+)
+"""Containers whose known flows stay in the kernel."""
+
+
+def _writes(metric: str, means: str, path: str) -> tuple[Bar, ...]:
+    """Writes of the interconnect against another means on a path."""
+    return tuple(
+        Bar(f"MTU {mtu}", _by(RDMA, under, metric), base=_by(means, under, metric, path))
+        for mtu in MTUS
+        for under in ({"wire": "none", "MTU": mtu, "load": "writes"},)
+    )
+
+
+def _ranks(metrics: dict[str, str]) -> tuple[Bar, ...]:
+    """The HPC Challenge suite over the provider against TCP on the bare underlay."""
+    return tuple(
+        Bar(f"{name}, {ranks} ranks, MTU {mtu}", _by(RDMA, suite, metric), base=_by(OVER_TCP, suite, metric, NATIVE))
+        for mtu in MTUS
+        for ranks in RANKS
+        for suite in ({"wire": "none", "MTU": mtu, "load": "HPC Challenge", "ranks": ranks},)
+        for name, metric in metrics.items()
+    )
+
+
+def _sized(metric: str, sizes: tuple[int, ...], path: str) -> tuple[Bar, ...]:
+    """Open MPI's messages over the provider against TCP on a path."""
+    return tuple(
+        Bar(f"{_bytes(size)}, MTU {mtu}", _by(RDMA, each, metric), base=_by(OVER_TCP, each, metric, path))
+        for mtu in MTUS
+        for size in sizes
+        for each in ({"wire": "none", "MTU": mtu, "bytes": size},)
+    )
+
+
+def _faulty(metric: str) -> dict[str, Cell]:
+    """Figures of checked writes, by fault."""
+    return {name: _by(RDMA, {"faults": name}, metric) for name in FAULTS}
+
+
+_LOSSES = {name: cell for name, cell in _faulty("goodput_bps").items() if any(FAULTS[name])}
+_SHORT = tuple(size for size in MESSAGE_BYTES if size <= SHORT_BYTES)
+_HOST = {"between": "containers of one host"}
+
+INTERCONNECT: tuple[Bar | Worst, ...] = (
+    Worst("Writes of 2 MiB / UDP sockets without a protocol", _bounded(_writes("goodput_bps", UDP, VNET), 0.92)),
+    Worst("Writes of 2 MiB / TCP, native", _bounded(_writes("goodput_bps", OVER_TCP, NATIVE), 2)),
+    Worst(
+        "8-byte write, one way / TCP by a TAP",
+        _bounded(_writes("datagram_oneway_us", OVER_TCP, TAP), at_most=0.36),
+    ),
+    Worst(
+        "8-byte write, one way / TCP, native",
+        _bounded(_writes("datagram_oneway_us", OVER_TCP, NATIVE), at_most=1.0),
+    ),
+    Worst(
+        "Applications' CPU time per GB / TCP",
+        _bounded(_writes("application_s_a_gb", OVER_TCP, VNET), at_most=0.2),
+    ),
+    Bar(
+        "One host: writes of 1 MiB / memcpy by shared memory",
+        _by(RDMA, _HOST, "goodput_bps"),
+        at_least=0.8,
+        base=Cell("interconnect", _HOST, MEMCPY, "goodput_bps"),
+    ),
+    Worst("Open MPI up to 1 KiB, one way / TCP by a TAP", _bounded(_sized("oneway_us", _SHORT, TAP), at_most=0.25)),
+    Worst("Open MPI, 4 MiB, ping-pong / TCP", _bounded(_sized("oneway_bps", MESSAGE_BYTES[-1:], VNET), 1.3)),
+    Worst(
+        "Open MPI, 1 B to 4 MiB, one way / TCP, native",
+        _bounded(_sized("oneway_us", MESSAGE_BYTES, NATIVE), at_most=1.0),
+    ),
+    Worst("HPC Challenge, PTRANS / TCP, native", _bounded(_ranks({"PTRANS": CHALLENGE["PTRANS"]}), 1.0)),
+    Worst("HPC Challenge, latencies / TCP, native", _bounded(_ranks(CHALLENGE_LATENCY), at_most=1.0)),
+    Worst(
+        "Checked writes beside loss and reordering / without",
+        tuple(Bar(name, cell, at_least=0.8, base=_faulty("goodput_bps")["none"]) for name, cell in _LOSSES.items()),
+    ),
+    Worst(
+        "Wrong bytes beside loss and reordering",
+        tuple(Bar(name, cell, at_most=0) for name, cell in _faulty("wrong_bytes").items()),
+    ),
+    Bar(
+        "8-byte write with priority, p99, beside a bulk guest / alone",
+        _by(RDMA, {"beside": BESIDE}, "datagram_p99_us", f"{VNET}{PRIORITY}"),
+        at_most=2,
+        base=_by(RDMA, {"beside": ALONE}, "datagram_p99_us", f"{VNET}{PRIORITY}"),
+    ),
+)
+"""Applications past TCP, on containers as a user gets them."""
+
+BY_VNETD: tuple[Bar | Worst, ...] = (
+    Bar(
+        "TCP / bridge and VXLAN",
+        _tcp("none", 1500, TAP),
         1.0,
         None,
         _tcp("none", 1500, VXLAN),
         _COPIES,
     ),
-    Bar("TCP between containers / tinc", _tcp("none", 1500, "vnet"), 10, None, _tcp("none", 1500, "tinc")),
-    Bar("TCP between containers / Nebula", _tcp("none", 1500, "vnet"), 10, None, _tcp("none", 1500, "Nebula")),
+    Bar("TCP / tinc", _tcp("none", 1500, TAP), 10, None, _tcp("none", 1500, "tinc")),
+    Bar("TCP / Nebula", _tcp("none", 1500, TAP), 10, None, _tcp("none", 1500, "Nebula")),
     Bar(
-        "UDP, 8800-byte writes, MTU 9000 / kernel VXLAN",
-        _udp("vnet", 8800, 9000),
+        "UDP, 8800-byte writes, MTU 9000 / bridge and VXLAN",
+        _udp(TAP, 8800, 9000),
         at_least=3,
         base=_udp(VXLAN, 8800, 9000),
         cause="more than the bare underlay reaches ([note](lab-notes/2026-11-22-udp-receivers.md))",
     ),
-    Bar("TCP on 1 Gbit/s, MTU 9000 / native", _tcp("1g", 9000, "vnet"), 0.99, None, _tcp("1g", 9000, "native")),
-    Bar("TCP on 1 Gbit/s, MTU 1500 / native", _tcp("1g", 1500, "vnet"), 0.95, None, _tcp("1g", 1500, "native")),
+    Bar("TCP on 1 Gbit/s, MTU 9000 / native", _tcp("1g", 9000, TAP), 0.99, None, _tcp("1g", 9000, NATIVE)),
+    Bar("TCP on 1 Gbit/s, MTU 1500 / native", _tcp("1g", 1500, TAP), 0.95, None, _tcp("1g", 1500, NATIVE)),
     Bar(
         "TCP on 10 Gbit/s, MTU 9000 / native",
-        _tcp("10g", 9000, "vnet"),
+        _tcp("10g", 9000, TAP),
         0.98,
         None,
-        _tcp("10g", 9000, "native"),
+        _tcp("10g", 9000, NATIVE),
         _COPIES,
     ),
     Bar(
         "TCP on 10 Gbit/s, MTU 1500 / native",
-        _tcp("10g", 1500, "vnet"),
+        _tcp("10g", 1500, TAP),
         0.94,
         None,
-        _tcp("10g", 1500, "native"),
+        _tcp("10g", 1500, NATIVE),
         _COPIES,
     ),
+    Bar("Ping, back to back", _parts("containers", ADAPTIVE, "flood_median_us"), at_most=25, cause=_FLOOR),
+    Bar(
+        "Ping, back to back / native",
+        _parts("containers", ADAPTIVE, "flood_median_us"),
+        at_most=8.3,
+        base=_parts("containers", NATIVE, "flood_median_us"),
+    ),
+    Bar("Ping, one per ms", _parts("containers", ADAPTIVE, "ping_median_us"), at_most=25, cause=_FLOOR),
+    Bar("Ping p99 / median (`rtt`)", _rtt(TAP, "ping_p99_us"), None, 3, _rtt(TAP, "ping_median_us")),
+    Bar(
+        "Ping p99 / median (`ablation`)",
+        _parts("containers", ADAPTIVE, "ping_p99_us"),
+        at_most=3,
+        base=_parts("containers", ADAPTIVE, "ping_median_us"),
+        cause="other threads on the two cores ([note](lab-notes/2026-11-22-round-trip-latency.md))",
+    ),
+    Bar("TCP request round trip / native", _rtt(TAP, "tcp_median_us"), None, 2, _rtt(NATIVE, "tcp_median_us")),
+    Bar(
+        "TCP request round trip / bridge and VXLAN",
+        _rtt(TAP, "tcp_median_us"),
+        None,
+        1.25,
+        _rtt(VXLAN, "tcp_median_us"),
+    ),
+    Bar(
+        "Ping of a VNET/U-like configuration / vnet",
+        _parts("containers", LIKE_VNETU, "ping_median_us"),
+        at_least=7,
+        base=_parts("containers", ADAPTIVE, "ping_median_us"),
+        cause="the minimal forwarder gains 2.9x ([note](lab-notes/2026-11-22-latency-bars.md))",
+    ),
+    Bar(
+        "TCP / VNET/U-like configuration",
+        _parts("containers", ADAPTIVE, "tcp_bps"),
+        at_least=10,
+        base=_parts("containers", LIKE_VNETU, "tcp_bps"),
+    ),
+)
+"""Containers on a TAP: every frame passes a dispatcher."""
+
+MACHINES: tuple[Bar | Worst, ...] = (
     Bar(
         "vhost-user to vhost-user, 64 bytes: busy cycles per frame",
-        _small("one host", FRAMES, "vnet", "cycles_a_frame"),
+        _small("one host", FRAMES, VNET, "cycles_a_frame"),
         at_most=200,
         cause="cache lines of the other core, as for OVS-DPDK ([note](lab-notes/2026-11-22-same-host-copies.md))",
     ),
     Bar(
         "vhost-user to vhost-user, 64 bytes / OVS-DPDK",
-        _small("one host", FRAMES, "vnet", "frames_per_s"),
+        _small("one host", FRAMES, VNET, "frames_per_s"),
         at_least=1.0,
         base=_small("one host", FRAMES, "OVS-DPDK", "frames_per_s"),
     ),
-    Bar("64 bytes across a link, per core", _small("link", FRAMES, "vnet", "frames_per_s_a_core"), at_least=2),
+    Bar("64 bytes across a link, per core", _small("link", FRAMES, VNET, "frames_per_s_a_core"), at_least=2),
     Bar(
         "TSO stream across a link, per dispatcher core",
-        _small("link", STREAM, "vnet", "tso_bps_a_core"),
+        _small("link", STREAM, VNET, "tso_bps_a_core"),
         at_least=40,
         cause="bare UDP sockets reach less ([note](lab-notes/2026-11-22-super-frames-across-a-link.md))",
     ),
-    Bar("TCP between virtual machines / QEMU tap", _vm("vnet", "tcp_bps"), 1.2, None, _vm(TAP, "tcp_bps"), _EMULATED),
+    Bar(
+        "TCP between virtual machines / QEMU tap", _vm(VNET, "tcp_bps"), 1.2, None, _vm(QEMU_TAP, "tcp_bps"), _EMULATED
+    ),
+    Bar(
+        "Virtual machine ping / QEMU tap",
+        _vm(VNET, "ping_median_us"),
+        None,
+        0.9,
+        _vm(QEMU_TAP, "ping_median_us"),
+        _GUESTS,
+    ),
+    Bar(
+        "Optimistic interrupts, small datagrams: notifications per frame",
+        _parts("virtual machines", "+ optimistic interrupts", "small_notifications_a_frame"),
+        at_most=0.2,
+    ),
+    Bar(
+        "Optimistic interrupts, ping / direct",
+        _parts("virtual machines", "+ optimistic interrupts", "ping_median_us"),
+        at_most=1.0,
+        base=_parts("virtual machines", ADAPTIVE, "ping_median_us"),
+    ),
+)
+
+TABLES: tuple[Bar | Worst, ...] = (
     Bar(
         "Cached lookup, 1 000 000 routes / 10 routes",
         _routes(MILLION, "cached_ns"),
@@ -184,112 +444,72 @@ BARS = (
         cause="a million keys do not fit the processor's caches",
     ),
     Bar("Memory per route, 1 000 000 routes", _routes(MILLION, "bytes_a_route"), at_most=200),
-    Bar("Idle daemon, one interface", Cell("scale", {"interfaces": 1}, "vnet", "daemon_cores_idle"), at_most=0.005),
-    Bar("RSS, 256 interfaces", Cell("scale", {"interfaces": 256}, "vnet", "rss_bytes"), at_most=64),
-    Bar("Container ping, back to back", _parts("containers", ADAPTIVE, "flood_median_us"), at_most=25, cause=_FLOOR),
-    Bar(
-        "Container ping, back to back / native",
-        _parts("containers", ADAPTIVE, "flood_median_us"),
-        at_most=8.3,
-        base=_parts("containers", "native", "flood_median_us"),
-    ),
-    Bar("Container ping, one per ms", _parts("containers", ADAPTIVE, "ping_median_us"), at_most=25, cause=_FLOOR),
-    Bar("Container ping p99 / median (`rtt`)", _rtt("vnet", "ping_p99_us"), None, 3, _rtt("vnet", "ping_median_us")),
-    Bar(
-        "Container ping p99 / median (`ablation`)",
-        _parts("containers", ADAPTIVE, "ping_p99_us"),
-        at_most=3,
-        base=_parts("containers", ADAPTIVE, "ping_median_us"),
-        cause="other threads on the two cores ([note](lab-notes/2026-11-22-round-trip-latency.md))",
-    ),
-    Bar("TCP request round trip / native", _rtt("vnet", "tcp_median_us"), None, 2, _rtt("native", "tcp_median_us")),
-    Bar(
-        "TCP request round trip / kernel VXLAN", _rtt("vnet", "tcp_median_us"), None, 1.25, _rtt(VXLAN, "tcp_median_us")
-    ),
-    Bar(
-        "Virtual machine ping / QEMU tap", _vm("vnet", "ping_median_us"), None, 0.9, _vm(TAP, "ping_median_us"), _GUESTS
-    ),
-    Bar(
-        "Container ping of a VNET/U-like configuration / vnet",
-        _parts("containers", LIKE_VNETU, "ping_median_us"),
-        at_least=7,
-        base=_parts("containers", ADAPTIVE, "ping_median_us"),
-        cause="the minimal forwarder gains 2.9x ([note](lab-notes/2026-11-22-latency-bars.md))",
-    ),
-    Bar(
-        "Container TCP / VNET/U-like configuration",
-        _parts("containers", ADAPTIVE, "tcp_bps"),
-        at_least=10,
-        base=_parts("containers", LIKE_VNETU, "tcp_bps"),
-    ),
-    Bar(
-        "Optimistic interrupts, small datagrams: notifications per frame",
-        _parts("virtual machines", "+ optimistic interrupts", "small_notifications_a_frame"),
-        at_most=0.2,
-    ),
-    Bar(
-        "Optimistic interrupts, ping / direct",
-        _parts("virtual machines", "+ optimistic interrupts", "ping_median_us"),
-        at_most=1.0,
-        base=_parts("virtual machines", ADAPTIVE, "ping_median_us"),
-    ),
+    Bar("Idle daemon, one interface", Cell("scale", {"interfaces": 1}, VNET, "daemon_cores_idle"), at_most=0.005),
+    Bar("RSS, 256 interfaces", Cell("scale", {"interfaces": 256}, VNET, "rss_bytes"), at_most=64),
 )
 
+GROUPS = (
+    Group("Containers, the kernel's own path", KERNEL_PATH, contender=TAP),
+    Group("The interconnect", INTERCONNECT),
+    Group("Containers, by a TAP and vnetd", BY_VNETD),
+    Group("Virtual machines and vhost-user", MACHINES),
+    Group("Routes and the daemon", TABLES),
+)
 
 HEADLINES: tuple[tuple[str, Cell, Cell | None, Cell | None, Cell | None], ...] = (
     (
         "TCP between containers, MTU 1500",
-        _tcp("none", 1500, "vnet"),
+        _tcp("none", 1500, VNET),
         _tcp("none", 1500, VXLAN),
         None,
-        _tcp("none", 1500, "native"),
+        _tcp("none", 1500, NATIVE),
     ),
     (
         "TCP between containers, MTU 1500, 1 Gbit/s wire",
-        _tcp("1g", 1500, "vnet"),
+        _tcp("1g", 1500, VNET),
         _tcp("1g", 1500, VXLAN),
         None,
-        _tcp("1g", 1500, "native"),
+        _tcp("1g", 1500, NATIVE),
     ),
     (
         "UDP between containers, 1400-byte writes, MTU 1500",
-        _udp("vnet", 1400, 1500),
+        _udp(VNET, 1400, 1500),
         _udp(VXLAN, 1400, 1500),
         None,
-        _udp("native", 1400, 1500),
+        _udp(NATIVE, 1400, 1500),
     ),
     (
         "UDP between containers, 8800-byte writes, MTU 9000",
-        _udp("vnet", 8800, 9000),
+        _udp(VNET, 8800, 9000),
         _udp(VXLAN, 8800, 9000),
         None,
-        _udp("native", 8800, 9000),
+        _udp(NATIVE, 8800, 9000),
     ),
     (
         "ping between containers, back to back",
-        _rtt("vnet", "flood_median_us"),
+        _rtt(VNET, "flood_median_us"),
         _rtt(VXLAN, "flood_median_us"),
         None,
-        _rtt("native", "flood_median_us"),
+        _rtt(NATIVE, "flood_median_us"),
     ),
     (
         "TCP request and response between containers",
-        _rtt("vnet", "tcp_median_us"),
+        _rtt(VNET, "tcp_median_us"),
         _rtt(VXLAN, "tcp_median_us"),
         None,
-        _rtt("native", "tcp_median_us"),
+        _rtt(NATIVE, "tcp_median_us"),
     ),
     (
         "64-byte frames between two vhost-user ports of one host",
-        _small("one host", FRAMES, "vnet", "frames_per_s"),
+        _small("one host", FRAMES, VNET, "frames_per_s"),
         None,
         _small("one host", FRAMES, "OVS-DPDK", "frames_per_s"),
         None,
     ),
     (
         "TCP between virtual machines (emulated processors; VXLAN behind QEMU's tap)",
-        _vm("vnet", "tcp_bps"),
-        _vm(TAP, "tcp_bps"),
+        _vm(VNET, "tcp_bps"),
+        _vm(QEMU_TAP, "tcp_bps"),
         None,
         None,
     ),
@@ -298,17 +518,13 @@ HEADLINES: tuple[tuple[str, Cell, Cell | None, Cell | None, Cell | None], ...] =
 
 
 def bars(results: Results) -> str:
-    """The table of all bars, as Markdown."""
-    met = sum(bar.met(results) for bar in BARS)
-    rows = [bar.row(results) for bar in BARS]
-    return "\n".join([f"{met} of {len(BARS)} bars are met.", "", *_rows(["bar", "measured", "", "bench"], rows)])
+    """The tables of all bars, as Markdown."""
+    asked = [bar for group in GROUPS for bar in group.asked(results)]
+    total = f"{sum(bar.met(results) for bar in asked)} of {len(asked)} measured bars are met."
+    return "\n\n".join([total, *("\n".join(group.text(results)) for group in GROUPS)])
 
 
 def headlines(results: Results) -> str:
     """The table of the README, as Markdown."""
-    rows = [[text, *(cell.show(results) if cell else "\N{EN DASH}" for cell in cells)] for text, *cells in HEADLINES]
-    return "\n".join(_rows(["", "vnet", "kernel VXLAN", "OVS-DPDK", "bare underlay"], rows))
-
-
-def _rows(head: list[str], rows: list[list[str]]) -> list[str]:
-    return [f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows]]
+    rows = [[text, *(cell.show(results) if cell else DASH for cell in cells)] for text, *cells in HEADLINES]
+    return "\n".join(table(["", "vnet", "kernel VXLAN", "OVS-DPDK", "bare underlay"], rows))

@@ -5,8 +5,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from vnetlab.bench import compare, pages, plot, report, runner
+from vnetlab.bench.case import MTUS, Bench, Options
 from vnetlab.bench.result import METRICS, SIGNIFICANCE, Result
-from vnetlab.bench.suite import BENCHES, MTUS, Bench, Options
+from vnetlab.bench.suite import BENCHES
 from vnetlab.run import LabError, progress
 from vnetlab.topology import Wire
 

@@ -67,8 +67,8 @@ def build(sha: str) -> Path:
         manifest = ["--manifest-path", str(tree / "Cargo.toml"), "--target-dir", str(target)]
         cargo = ["cargo", "build", "--quiet", "--release", "--locked", *manifest]
         run([*cargo, "--workspace"], timeout_s=BUILD_S)
-        for package in ("vnet", "vnetd"):
-            if (tree / package / "examples").exists():
+        for folder, package in (("vnet", "vnet"), ("vnetd", "vnetd"), ("interconnect", "vnet-rdma")):
+            if (tree / folder / "examples").exists():
                 run([*cargo, "--package", package, "--examples"], timeout_s=BUILD_S)
         done.touch()
         run([*git, "remove", "--force", str(tree)])

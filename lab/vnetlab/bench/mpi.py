@@ -17,6 +17,8 @@ from pathlib import Path
 from vnetlab import daemon, machine, remote
 from vnetlab.bench.contenders import TAP, VNET, Bare, Contender, Ends, VxlanContainers, VxlanDevice, absent
 from vnetlab.bench.result import Sample
+from vnetlab.guest import SHELL_PORT
+from vnetlab.image import libraries
 from vnetlab.run import LabError
 from vnetlab.topology import Kind, Node
 
@@ -27,8 +29,6 @@ TCP = "tcp,self"
 """Transports of Open MPI (`btl`): all messages by TCP, also between ranks on one node."""
 SHARED_MEMORY = "tcp,self,vader"
 """The same, but ranks on one node use shared memory."""
-SHELL_PORT = 2000
-"""A virtual machine's port with a shell."""
 FABRIC = "the libfabric provider vnet"
 """In place of transports: all messages over the interconnect."""
 FABRIC_PARAMETERS = {"pml": "cm", "mtl": "ofi", "btl": "^uct,openib", "osc": "^ucx"}
@@ -53,11 +53,11 @@ CHALLENGE = {
 """Metrics, their names in the suite's summary, and the units there."""
 
 
-def messages(ends: Ends, size: int) -> Sample:
+def messages(ends: Ends, size: int, transports: str = TCP) -> Sample:
     """Messages of `size` bytes: one-way time of ping-pong, then time and total rate of both directions at once."""
     if reason := absent("NPopenmpi", "netpipe-openmpi"):
         raise LabError(reason)
-    with launcher([ends.source, ends.destination]) as mpirun:
+    with launcher([ends.source, ends.destination], transports) as mpirun:
         moved, seconds = _netpipe(ends, mpirun, size)
         sample = {"oneway_us": seconds * 1e6}
         moved, seconds = _netpipe(ends, mpirun, size, "-2", "-a")
@@ -96,6 +96,16 @@ def challenge_input(order: int, ranks: int = 2) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
+def challenge_checks(report: str) -> None:
+    """Raises LabError if one of the suite's checks failed."""
+    failed = [line.strip() for line in report.splitlines() if "FAILED" in line]
+    failed += [f"{count} wrong updates" for count in re.findall(r"Found (\d+) errors", report) if count != "0"]
+    if "0 tests completed and failed residual checks" not in report:
+        failed.append("residual checks")
+    if failed:
+        raise LabError(f"HPC Challenge found wrong results: {', '.join(failed)}")
+
+
 def challenge_figures(report: str) -> Sample:
     """The sample from the suite's report; raises LabError if the suite failed or did not finish."""
     found = dict(SUMMARY.findall(report))
@@ -112,12 +122,15 @@ def launcher(nodes: Sequence[Node], transports: str = TCP) -> Iterator[list[str]
     """
     enter = [f"{node.address}) {_shell_on(node, nodes[0])} ;;" for node in dict.fromkeys(nodes)]
     agent, hosts = _files(nodes[0])
+    provider = nodes[0].file(".fabric")
     script = "\n".join(["#!/bin/sh", "host=$1; shift", 'case "$host" in', *enter, "*) exit 1 ;;", "esac", ""])
     # Open MPI knows the node on which it is started by the machine's name only.
     names = {nodes[0]: machine.execute(nodes[0], "uname", "-n").strip()}
     names = "".join(f"{names.get(node, node.address)}\n" for node in nodes)
     # Open MPI's daemons look for the remote shell, too, even if they start no others.
     for node in dict.fromkeys(nodes):
+        if node.kind is Kind.VM:
+            machine.execute(node, "mkdir", "-p", str(agent.parent))
         machine.write(node, agent, script)
     machine.write(nodes[0], hosts, names)
     network = _network(nodes[0])
@@ -132,9 +145,8 @@ def launcher(nodes: Sequence[Node], transports: str = TCP) -> Iterator[list[str]
     }
     words = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", str(len(nodes)), "--bind-to", "none"]
     words += ["--hostfile", str(hosts), "--map-by", "seq"]
-    provider = nodes[0].file(".fabric")
     if transports == FABRIC:
-        _link_provider(provider)
+        _link_provider(provider, [node for node in dict.fromkeys(nodes) if node.kind is Kind.VM])
         parameters |= FABRIC_PARAMETERS
         words += ["-x", "FI_PROVIDER=vnet", "-x", f"FI_PROVIDER_PATH={provider}"]
     try:
@@ -145,14 +157,40 @@ def launcher(nodes: Sequence[Node], transports: str = TCP) -> Iterator[list[str]
         shutil.rmtree(provider, ignore_errors=True)
 
 
-def _link_provider(folder: Path) -> None:
-    """Makes a folder on this machine with the provider under the name that libfabric looks for."""
-    library = daemon.binaries() / "libvnet_fi.so"
+def install(nodes: Sequence[Node], program: str) -> str:
+    """Copies a program to the virtual machines among nodes, with its libraries; returns its path.
+
+    Containers share this machine's files. A name without a slash is a program that every node has.
+    """
+    guests = [node for node in dict.fromkeys(nodes) if node.kind is Kind.VM]
+    path = Path(program).resolve()
+    if not guests or "/" not in program:
+        return program
+    if not path.is_file():
+        raise LabError(f"there is no program {program}")
+    needed: list[Path] = []
+    with contextlib.suppress(LabError):
+        # Scripts and static programs need none.
+        needed = libraries(path)
+    for guest in guests:
+        for library in needed:
+            if machine.attempt(guest, "test", "-e", str(library))[0]:
+                machine.send(guest, library)
+        machine.send(guest, path)
+    return str(path)
+
+
+def _link_provider(folder: Path, guests: Sequence[Node]) -> None:
+    """Makes a folder with the provider under the name that libfabric looks for, on this machine and in guests."""
+    library = daemon.binaries() / daemon.PROVIDER
     if not library.exists():
         raise LabError(f"{library} does not exist: run 'make build'")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     (folder / "libvnet-fi.so").symlink_to(library)
+    for guest in guests:
+        # The guests' image has the library at the same path.
+        machine.execute(guest, f"mkdir -p {folder} && ln -sf {library} {folder}/libvnet-fi.so")
 
 
 def _shell_on(node: Node, launcher: Node) -> str:
@@ -162,7 +200,7 @@ def _shell_on(node: Node, launcher: Node) -> str:
         enter = shlex.join(remote.ssh(place, f"ip netns exec {node.namespace} sh"))
         return f"printf '%s\\n' \"$*\" | {enter}"
     if node.kind is Kind.VM:
-        return f"printf '%s\\n' \"$*\" | nc {node.address} {SHELL_PORT}"
+        return f"printf '%s\\n' \"$*\" | busybox nc {node.address} {SHELL_PORT}"
     # Ranks find others on their machine, which share its memory, by its name: every host has its own.
     named = 'unshare --uts sh -c \'hostname "$0"; exec "$@"\''
     return f'exec {named} {node.name} {shlex.join(machine.namespace_command(node, ["sh", "-c"]))} "$*"'

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from vnetlab.bench import bars, plot, report
+from vnetlab.bench.case import Bench
 from vnetlab.bench.result import Result
-from vnetlab.bench.suite import BENCHES, Bench
+from vnetlab.bench.suite import BENCHES
 from vnetlab.daemon import REPOSITORY
 from vnetlab.run import LabError
 

@@ -65,7 +65,7 @@ PROCESSES = ("h1", "h2", "h1v1", "h2v1", "OVS", "ovsdb", "client", "server")
 """Processes whose CPU time is stored individually: daemons, virtual machines, Open vSwitch, iperf3's two ends."""
 ROUND_TRIPS = ("ping", "flood", "tcp")
 """Pings at intervals, pings back to back, requests over TCP."""
-EARLY_BYTES = (56, 1_024, 4_096)
+EARLY_BYTES = (56, 256, 1_024, 2_048, 4_096)
 """Sizes of pings that show what early notifications buy."""
 UDP_WRITES = (64, 1400, 8800, 64000)
 METRICS = {
@@ -80,7 +80,14 @@ METRICS = {
     "exchange_us": _time("both ways at once"),
     "exchange_bps": _rate("both directions"),
     "messages_bps": _rate("64 KB messages"),
+    "fitting_bps": _rate("64 KB messages, fitting datagrams"),
     "datagram_oneway_us": _time("8 bytes, one way"),
+    "oneway_bps": _rate("ping-pong", digits=3),
+    "goodput_bps": _rate("goodput"),
+    "datagram_p99_us": _time("8 bytes, one way, p99"),
+    "application_s_a_gb": Metric("applications' CPU time per GB", "s", digits=3),
+    "resent": Metric("packets sent again", "", digits=0),
+    "wrong_bytes": Metric("wrong bytes", "", digits=0),
     "pingpong_latency_us": _time("ping-pong latency"),
     "pingpong_bytes_per_s": _bytes("ping-pong"),
     "ring_latency_us": _time("ring latency"),
@@ -105,6 +112,8 @@ METRICS = {
     "read_bytes_per_s": _bytes("reading"),
     **{f"ping_{size}_us": _time(f"ping {size} B") for size in EARLY_BYTES},
     "early_share": _share("early of all notifications"),
+    "arrival_share": _share("at arrival of early"),
+    "mispredicted_share": _share("mispredicted of those at arrival"),
     "premature_share": _share("premature of early"),
     "masked_share": _share("masked of early"),
     "tcp_variation": Metric("TCP, standard deviation", "%", 0.01, digits=1),

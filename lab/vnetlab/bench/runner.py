@@ -11,8 +11,9 @@ from pathlib import Path
 
 from vnetlab import lab
 from vnetlab.bench import environment
+from vnetlab.bench.case import LAB, Bench, Case, Options, Turn
 from vnetlab.bench.result import METRICS, Conditions, Failure, Result, Sample
-from vnetlab.bench.suite import LAB, Bench, Case, Options, Turn, cases
+from vnetlab.bench.suite import cases
 from vnetlab.run import LabError, progress
 from vnetlab.topology import Topology
 

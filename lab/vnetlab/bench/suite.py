@@ -3,91 +3,23 @@
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from vnetlab import machine
-from vnetlab.bench import control, kinds, latency, mpi, sockets, tunnels, usage, vhost, workload
+from vnetlab.bench import control, interconnect, kinds, latency, mpi, sockets, tunnels, usage, vhost, workload
+from vnetlab.bench.case import LAB, Bench, Case, Options, Turn, told, turn_of
 from vnetlab.bench.contenders import BLOCK, HOST_TO_HOST, SETTINGS, TAP, TWO, VNET, Contender, Ends, Nebula, Tinc, Vnet
 from vnetlab.bench.guests import TapGuests, VnetGuests
 from vnetlab.bench.result import Conditions, Sample
 from vnetlab.run import LabError, run
 from vnetlab.topology import Kind, Settings, Topology, Wire
 
-LAB = "bench"
-MTUS = (1500, 9000)
 ROUTES = (10, 100, 1_000, 10_000, 100_000, 1_000_000)
 INTERFACES = (1, 4, 16, 64, 256)
 NEW_FLOWS = 100_000
 """Flows per second that a container invents."""
 SETTLE_S = 1
 """Pause after start or traffic before a daemon is considered idle."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """Selection and duration of a run."""
-
-    quick: bool = False
-    wires: tuple[str, ...] = ()
-    mtus: tuple[int, ...] = MTUS
-    contenders: tuple[str, ...] = ()
-    """Parts of contenders' names; empty selects all."""
-    pings: int = 5_000
-    """Number of pings of each size in the benches latency and ablation."""
-    vnets: tuple[Vnet, ...] = ()
-    """Revisions to compare; they replace all contenders."""
-
-    def seconds(self, full: float) -> float:
-        """Duration of a measurement: `full` seconds, or 1 in a quick run."""
-        return 1 if self.quick else full
-
-    def settings(self) -> Iterable[tuple[str, int]]:
-        """Underlay wires and MTUs to measure on."""
-        return [(wire, mtu) for wire in self.wires for mtu in self.mtus]
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One contender's turn."""
-
-    contender: str
-    missing: Callable[[], str | None]
-    take: Callable[[Topology], Sample]
-
-
-@dataclass(frozen=True)
-class Case:
-    """Turns under the same conditions."""
-
-    conditions: Conditions
-    settings: Settings
-    turns: list[Turn]
-
-
-@dataclass(frozen=True)
-class Bench:
-    """A bench."""
-
-    name: str
-    title: str
-    cases: Callable[[Options], list[Case]]
-    plotted: tuple[str, ...]
-    """Metrics that are plotted."""
-    notes: tuple[str, ...] = ()
-    wires: tuple[str, ...] = (Wire.NONE,)
-    """Default wires."""
-    axis: str = ""
-    """The condition on the x axis of plots with lines."""
-
-
-def turn_of(contender: Contender, load: Callable[[Ends], Sample]) -> Turn:
-    """A turn that brings a contender up and applies a load."""
-
-    def take(topology: Topology) -> Sample:
-        with contender.up(topology) as ends:
-            return load(ends)
-
-    return Turn(contender.name, contender.missing, take)
 
 
 def _between_hosts(
@@ -281,7 +213,7 @@ def _one_host(options: Options) -> list[Case]:
 
     def beside(rate: int) -> Callable[[Topology, Ends], Sample]:
         def scanned(topology: Topology, ends: Ends) -> Sample:
-            with workload.new_flows(topology.machines(Kind.CONTAINER)[1], ends.destination, rate, seconds):
+            with workload.new_flows(topology.machines(Kind.CONTAINER)[1], ends.destination, rate):
                 return workload.tcp(ends, seconds)
 
         return scanned
@@ -293,7 +225,7 @@ def _one_host(options: Options) -> list[Case]:
     settings = replace(settings, containers=3)
     for rate in (0, NEW_FLOWS):
         conditions = {"between": "containers of one host", "new flows per second": rate}
-        cases.append(Case(conditions, settings, [_told(vnet, beside(rate)) for vnet in options.vnets or (VNET, TAP)]))
+        cases.append(Case(conditions, settings, [told(vnet, beside(rate)) for vnet in options.vnets or (VNET, TAP)]))
     return cases
 
 
@@ -348,13 +280,13 @@ def _latency(options: Options) -> list[Case]:
                 return latency.counted(topology, ends, lambda: latency.pings(ends, size, count))
 
             conditions = {"between": "virtual machines" if guests else "containers", "bytes": size}
-            cases.append(Case(conditions, settings, [_told(each, load) for each in found or usual]))
+            cases.append(Case(conditions, settings, [told(each, load) for each in found or usual]))
 
     def stream(topology: Topology, ends: Ends) -> Sample:
         workload.meet(ends)
         return latency.counted(topology, ends, lambda: latency.stream(ends, max(2, options.seconds(30))))
 
-    return [*cases, Case({"load": "TCP stream"}, containers, [_told(each, stream) for each in everybody])]
+    return [*cases, Case({"load": "TCP stream"}, containers, [told(each, stream) for each in everybody])]
 
 
 def _mpi(options: Options) -> list[Case]:
@@ -394,18 +326,8 @@ def _ablation(options: Options) -> list[Case]:
         found: list[Contender] = [VnetGuests(vnet) if guests else vnet for vnet in options.vnets]
         settings = Settings(name=LAB, containers=0) if guests else Settings(name=LAB, vms=0)
         conditions = {"between": "virtual machines" if guests else "containers"}
-        cases.append(Case(conditions, settings, [_told(each, load) for each in found or latency.steps(guests=guests)]))
+        cases.append(Case(conditions, settings, [told(each, load) for each in found or latency.steps(guests=guests)]))
     return cases
-
-
-def _told(contender: Contender, load: Callable[[Topology, Ends], Sample]) -> Turn:
-    """Like `turn_of`, for a load that also queries the daemons."""
-
-    def take(topology: Topology) -> Sample:
-        with contender.up(topology) as ends:
-            return load(topology, ends)
-
-    return Turn(contender.name, contender.missing, take)
 
 
 _SHAPED = "Wires are shaped by a token bucket on the underlay's devices: compare with native on the same wire."
@@ -456,18 +378,19 @@ BENCHES = {
             ("tcp_bps", *_RTT),
             (
                 "As tcp and rtt, between two containers of one host; against two veth pairs on a kernel bridge. Then "
-                "one TCP stream while a third container sends from new MAC addresses (lab/vnetlab/bench/scanner.py).",
+                "one TCP stream while a third container sends from new MAC addresses (vnet/examples/scan.rs).",
             ),
         ),
         Bench(
             "sockets",
             "Plain UDP sockets between containers",
             _between_hosts(sockets.load, 3, sockets.CONTENDERS),
-            ("messages_bps", "datagram_oneway_us"),
+            ("messages_bps", "fitting_bps", "datagram_oneway_us"),
             (
                 "Messages of 64 KB, segmented and coalesced by the kernel (UDP_SEGMENT, UDP_GRO), as fast as the "
-                "sender can: only what arrives counts. Then 8 bytes to and fro: half the round trip. Both ends poll "
-                "(vnet/examples/sockets.rs).",
+                "sender can: only what arrives counts. Datagrams have the size of the device's MTU, or leave 52 bytes, "
+                "so that a tunnel over an equal MTU need not fragment them. Then 8 bytes to and fro: half the round "
+                "trip. Both ends poll (vnet/examples/sockets.rs).",
             ),
         ),
         Bench("small", "vhost-user ports", _small, ("frames_per_s", "tso_bps_a_core"), _SMALL_NOTES),
@@ -544,6 +467,26 @@ BENCHES = {
                 "largest ping-pong latency, its bandwidth, latency and bandwidth of randomly ordered rings, PTRANS, "
                 "FFT and RandomAccess.",
                 "Ranks poll, and yield while they wait: they take every processor that a daemon leaves them.",
+                _SHAPED,
+            ),
+            axis="bytes",
+        ),
+        Bench(
+            "interconnect",
+            "The interconnect",
+            interconnect.cases,
+            ("goodput_bps", "datagram_oneway_us", "oneway_us", "application_s_a_gb"),
+            (
+                "Writes: 2 MiB each (TCP: one iperf3 stream; UDP sockets: 64 KB messages without a protocol), then 8 "
+                "bytes to and fro (TCP: 16 bytes, by sockets that sleep or poll, whichever is faster): half the round "
+                "trip. CPU time is that of both applications. By bytes: NetPIPE on Open MPI, over the libfabric "
+                "provider or TCP; the HPC Challenge suite passes all its checks. On one host messages have 1 MiB; "
+                "memcpy is one copy into memory that two processes share (interconnect/examples/copies.rs).",
+                "Faults: writes of 256 KiB through a relay on a third host, which handles each datagram alone "
+                "(interconnect/examples/faults.rs). Every write has other bytes, and the receiver checks all of them. "
+                "A late datagram is overtaken by 8 others.",
+                "Beside a bulk guest: 8-byte writes while other containers of the same hosts stream 2 MiB writes. With "
+                "priority, the guest's processes have the nice level -20.",
                 _SHAPED,
             ),
             axis="bytes",

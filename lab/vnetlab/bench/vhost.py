@@ -341,10 +341,10 @@ def bare_transfer(topology: Topology, seconds: float) -> tuple[dict, usage.Usage
 
 
 def example(name: str) -> Path:
-    """A program of vnet/examples; raises LabError if it is not built."""
+    """A program of a crate's examples; raises LabError if it is not built."""
     path = daemon.binaries() / "examples" / name
     if not path.exists():
-        raise LabError(f"{path} is not there: run 'cargo build --release -p vnet -p vnetd --examples'")
+        raise LabError(f"{path} is not there: run 'cargo build --release -p vnet -p vnetd -p vnet-rdma --examples'")
     return path
 
 

@@ -2,19 +2,16 @@
 
 import contextlib
 import re
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from vnetlab import machine, measure, process
-from vnetlab.bench import usage
+from vnetlab.bench import usage, vhost
 from vnetlab.bench.contenders import Ends, reach
 from vnetlab.bench.result import UDP_WRITES, Sample, percentile
 from vnetlab.run import LabError, wait_until
 from vnetlab.topology import Node
 
 MEET_S = 10
-SCANNER = Path(__file__).parent / "scanner.py"
 SOCKPERF_PORT = 11111
 MESSAGE_BYTES = 64
 VCPU = "CPU "
@@ -46,7 +43,7 @@ def rtt(ends: Ends, seconds: float) -> Sample:
     meet(ends)
     with usage.measured(ends.processes) as used:
         sample = pings(ends, seconds) | flood(ends, round(seconds / PING_INTERVAL_S))
-        text = _sockperf(ends.source, ends.destination, seconds)
+        text = sockperf(ends.source, ends.destination, seconds)
     return sample | sockperf_ranks(text) | used.sample()
 
 
@@ -75,11 +72,10 @@ def flood(ends: Ends, count: int) -> Sample:
 
 
 @contextlib.contextmanager
-def new_flows(source: Node, destination: Node, rate: int, seconds: float) -> Iterator[None]:
+def new_flows(source: Node, destination: Node, rate: int) -> Iterator[None]:
     """A container sends from `rate` new MAC addresses per second while the context lasts; with rate 0 none does."""
     pid = source.file(".scanner.pid")
-    count = round(2 * rate * (MEET_S + seconds))
-    words = [sys.executable, str(SCANNER), "eth0", destination.mac, str(count), str(rate)]
+    words = [str(vhost.example("scan")), "eth0", destination.mac, str(rate)]
     try:
         if rate:
             process.start(machine.namespace_command(source, words), pid, source.file(".scanner.log"))
@@ -119,16 +115,16 @@ def _throughput(ends: Ends, metric: str, seconds: float) -> Sample:
     return {metric: end["sum_received"]["bits_per_second"]} | load | used.sample()
 
 
-def _sockperf(source: Node, destination: Node, seconds: float) -> str:
-    """Runs TCP requests of 64 bytes back to back; returns sockperf's report."""
-    where = ["--tcp", "-i", destination.address, "-p", str(SOCKPERF_PORT)]
+def sockperf(source: Node, destination: Node, seconds: float, *options: str, message_bytes: int = MESSAGE_BYTES) -> str:
+    """Runs TCP requests back to back; returns sockperf's report. Options are for both ends."""
+    where = ["--tcp", "-i", destination.address, "-p", str(SOCKPERF_PORT), *options]
     pid, log = destination.file(".sockperf.pid"), destination.file(".sockperf.log")
     process.start(machine.namespace_command(destination, ["sockperf", "server", *where]), pid, log)
     try:
         # sockperf buffers its message that it listens: wait for the socket instead.
         listening = ["ss", "-Hltn", f"sport = :{SOCKPERF_PORT}"]
         wait_until("sockperf to listen", lambda: machine.execute(destination, *listening).strip(), 10, log)
-        words = ["sockperf", "ping-pong", *where, "-m", str(MESSAGE_BYTES), "-t", str(max(1, round(seconds)))]
+        words = ["sockperf", "ping-pong", *where, "-m", str(message_bytes), "-t", str(max(1, round(seconds)))]
         return machine.execute(source, *words, "--full-rtt", timeout_s=seconds + 30)
     finally:
         process.stop(pid)

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 from vnetlab import measure
 from vnetlab.bench import mpi, workload
+from vnetlab.bench.case import Case
 from vnetlab.bench.contenders import Contender, Ends
 from vnetlab.bench.result import Conditions, Sample
-from vnetlab.bench.suite import Case
 from vnetlab.evaluate import ranks
 from vnetlab.evaluate.kinds import ALONE, KINDS, NATIVE, OVER_IP, SHARED, TAP
 from vnetlab.evaluate.options import EvaluateOptions, case, simple

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vnetlab import daemon, remote, workloads
 from vnetlab.bench import plot, runner
-from vnetlab.bench.suite import MTUS
+from vnetlab.bench.case import MTUS
 from vnetlab.evaluate import papers, ranks, report, store
 from vnetlab.evaluate.applications import KERNELS
 from vnetlab.evaluate.experiments import EXPERIMENTS

@@ -202,7 +202,8 @@ EXPERIMENTS = {
             guests.interrupts,
             tuple(f"ping_{size}_us" for size in EARLY_BYTES),
             (
-                "Emulated guests: compare them with each other only. Early: before the frames are copied. A second "
+                "Emulated guests: compare them with each other only. The settings change in turn while machines run. "
+                "Early: when data arrives, before it is received. A second "
                 "notification follows at once if data arrives at a rate between alpha and beta. Premature ones came "
                 "too soon and were repeated; masked ones were not sent, because the guest polls.",
             ),

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vnetlab import guest, lab, machine, process
+from vnetlab.bench.case import Case, Turn
 from vnetlab.bench.contenders import absent
 from vnetlab.bench.result import Sample
-from vnetlab.bench.suite import Case, Turn
 from vnetlab.evaluate.options import EvaluateOptions
 from vnetlab.image import GUEST, ensure_image
 from vnetlab.run import LabError, run

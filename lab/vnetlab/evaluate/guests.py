@@ -1,44 +1,50 @@
 """Experiments with virtual machines: Open MPI between them, early notifications, and which part of vnet buys what."""
 
 import contextlib
+import statistics
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 
-from vnetlab import daemon, machine
+from vnetlab import daemon, guest
 from vnetlab.bench import latency, workload
+from vnetlab.bench.case import Case, Turn
 from vnetlab.bench.contenders import Contender, Ends, Vnet
 from vnetlab.bench.guests import TapGuests, VnetGuests
-from vnetlab.bench.mpi import SHELL_PORT
 from vnetlab.bench.result import EARLY_BYTES, Sample
-from vnetlab.bench.suite import Case
 from vnetlab.evaluate import ranks
 from vnetlab.evaluate.options import EvaluateOptions, case
-from vnetlab.image import GUEST, Recipe
-from vnetlab.run import run
-from vnetlab.topology import Settings, Topology, Wire
+from vnetlab.image import GUEST, Recipe, with_open_mpi
+from vnetlab.topology import Kind, Settings, Topology, Wire
 
 KERNELS = ("is", "ep", "cg", "mg")
 SIZE = "S"
 """Without KVM, larger classes would measure the emulator only."""
-PACKAGES = ("openmpi-bin", "openmpi-common", "libopenmpi3", "libpmix2")
-LEFT_OUT = ("/doc/", "/man/", "/man1/", "/include/", "libmpi_", "libmca_common_ofi", "ofi", "psm", "ucx", "uct", "java")
-"""Parts of paths of files that guests do not need: bindings, and transports of other hardware."""
-EARLY = (
-    Vnet("no early notification"),
-    Vnet("early, always", interface=(("interrupts", "optimistic"), ("early_bytes", 0))),
-    Vnet("early from 2 048 bytes", interface=(("interrupts", "optimistic"),)),
-)
+OFF = "no early notification"
+ALWAYS = {"interrupts": "optimistic", "early_bytes": 0}
 DENSITIES = ((0, 0), (0, 4_294_967_295), (1_000_000, 100_000_000), (500_000_000, 1_000_000_000))
-"""Bounds alpha and beta of the receive density in bytes/s; the default is 50 MB/s to 1 GB/s."""
+"""Bounds alpha and beta of the receive density in bytes/s."""
+BOUNDS = {"receive_density_low": 50_000_000, "receive_density_high": 1_000_000_000}
+"""The default bounds."""
+EARLY: dict[str, dict[str, str | int]] = {
+    OFF: {"interrupts": "direct"},
+    "early, always": ALWAYS | BOUNDS,
+    "early from 2 048 bytes": {"interrupts": "optimistic", "early_bytes": 2048} | BOUNDS,
+    **{
+        f"early, alpha {low / 1e6:g} MB/s, beta {high / 1e6:g} MB/s": ALWAYS
+        | {"receive_density_low": low, "receive_density_high": high}
+        for low, high in DENSITIES
+    },
+}
+"""Settings of interfaces, by name."""
+IN_TURN = 10
+"""How often each of the settings has its turn in running machines."""
 
 
 def _recipe() -> Recipe:
     """The guests' image with Open MPI and the kernels."""
-    listed = [Path(line) for line in run(["dpkg", "-L", *PACKAGES]).splitlines() if line.startswith("/")]
-    files = [path for path in listed if path.is_file() and not any(part in str(path) for part in LEFT_OUT)]
-    programs = (Path("/usr/bin/mpirun"), *(ranks.PROGRAMS / f"{kernel}-mpi" for kernel in KERNELS))
-    return replace(GUEST, files=tuple(files), programs=programs, memory="512M")
+    kernels = tuple(ranks.PROGRAMS / f"{kernel}-mpi" for kernel in KERNELS)
+    return with_open_mpi(replace(GUEST, programs=kernels))
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,7 @@ class Ranks:
         guests = VnetGuests(self.vnet, recipe) if self.vnet else TapGuests(recipe=recipe)
         with guests.up(topology) as ends:
             for each in (ends.source, ends.destination):
-                machine.execute(each, f"setsid nc -ll -p {SHELL_PORT} -e /bin/sh >/dev/null 2>&1 </dev/null &")
+                guest.open_shell(each)
             yield ends
 
 
@@ -79,39 +85,81 @@ def machines(options: EvaluateOptions) -> list[Case]:
 
 def interrupts(options: EvaluateOptions) -> list[Case]:
     """Early notifications, and the bounds of the receive density between which a second one follows (paper 001)."""
-    early = EARLY[1].interface
-    swept = [
-        Vnet(
-            f"early, alpha {low / 1e6:g} MB/s, beta {high / 1e6:g} MB/s",
-            interface=(*early, ("receive_density_low", low), ("receive_density_high", high)),
-        )
-        for low, high in DENSITIES
-    ]
-    kinds = [VnetGuests(vnet) for vnet in (EARLY[:2] if options.quick else (*EARLY, *swept))]
-    count = 100 if options.quick else options.pings
+    rows = dict(list(EARLY.items())[:2]) if options.quick else EARLY
+    running = _Running(rows, options)
 
-    def load(topology: Topology, ends: Ends, _kind: Contender) -> Sample:
-        workload.meet(ends)
-        sample: Sample = {}
-        for size in EARLY_BYTES:
-            sample[f"ping_{size}_us"] = latency.pings(ends, size, count)["ping_median_us"]
-        streamed = latency.counted(topology, ends, lambda: latency.stream(ends, max(2, options.seconds(5))))
-        return sample | streamed | _early_shares(topology)
+    def turn(name: str) -> Turn:
+        return Turn(name, lambda: None, lambda topology: running.take(topology, name))
 
-    return [case({"between": "virtual machines"}, _settings(options), kinds, load)]
+    return [Case({"between": "virtual machines"}, _settings(options), [turn(name) for name in rows])]
 
 
-def _early_shares(topology: Topology) -> Sample:
-    """Shares of early notifications, of those that came too soon, and of those suppressed by polling guests."""
+@dataclass
+class _Running:
+    """Settings that change in turn while the same machines run: differences between machines would hide theirs."""
+
+    rows: dict[str, dict[str, str | int]]
+    options: EvaluateOptions
+    found: dict[str, Sample] = field(default_factory=dict)
+    """What a round has measured and nobody has taken yet."""
+
+    def take(self, topology: Topology, name: str) -> Sample:
+        """The sample of one row; the first one taken in a round measures all."""
+        if name not in self.found:
+            with VnetGuests(Vnet("vnet")).up(topology) as ends:
+                workload.meet(ends)
+                self.found = self._measure(topology, ends)
+        return self.found.pop(name)
+
+    def _measure(self, topology: Topology, ends: Ends) -> dict[str, Sample]:
+        quick = self.options.quick
+        count = 50 if quick else max(50, self.options.pings // IN_TURN)
+        medians: dict[str, dict[str, list[float]]] = {name: {} for name in self.rows}
+        counts: dict[str, Counter[str]] = {name: Counter() for name in self.rows}
+        for number in range(2 if quick else IN_TURN):
+            # Forwards, then backwards: what drifts with time affects all alike.
+            for name in list(self.rows)[:: -1 if number % 2 else 1]:
+                with self._applied(topology, name, counts[name]):
+                    for size in EARLY_BYTES:
+                        found = latency.pings(ends, size, count)["ping_median_us"]
+                        medians[name].setdefault(f"ping_{size}_us", []).append(found)
+        samples = {}
+        for name, found in medians.items():
+            with self._applied(topology, name, counts[name]):
+                seconds = max(2, self.options.seconds(5))
+                streamed = latency.counted(topology, ends, lambda seconds=seconds: latency.stream(ends, seconds))
+            pings = {key: statistics.median(values) for key, values in found.items()}
+            samples[name] = pings | streamed | _early_shares(counts[name])
+        return samples
+
+    @contextlib.contextmanager
+    def _applied(self, topology: Topology, name: str, counts: Counter[str]) -> Iterator[None]:
+        """Applies settings to the running machines, and adds to `counts` what is counted meanwhile."""
+        words = [f"{key}={value}" for key, value in self.rows[name].items()]
+        for host, machine in zip(topology.hosts, topology.machines(Kind.VM), strict=True):
+            daemon.vnet(host, "interface", "set", machine.name, *words)
+        before = _early_counts(topology)
+        yield
+        counts.update({key: value - before[key] for key, value in _early_counts(topology).items()})
+
+
+def _early_counts(topology: Topology) -> dict[str, int]:
+    """Counters of the hosts' interfaces: early notifications, their failures, and all notifications."""
+    names = ("early", "early_at_arrival", "early_mispredicted", "early_premature", "early_discarded")
     rows = [row for host in topology.hosts for row in daemon.ask(host, "interface", "list")]
     ports = [port for host in topology.hosts for port in daemon.ask(host, "stats")["ports"]]
-    early, premature, masked = (
-        sum(row.get(name, 0) for row in rows) for name in ("early", "early_premature", "early_discarded")
-    )
-    sent = sum(port["notifications"] for port in ports if port["kind"] == "interface")
+    counts = {name: sum(row.get(name, 0) for row in rows) for name in names}
+    return counts | {"sent": sum(port["notifications"] for port in ports if port["kind"] == "interface")}
+
+
+def _early_shares(counts: Counter[str]) -> Sample:
+    """Shares of early notifications: at arrival, for the wrong guest, too soon, and masked by polling guests."""
+    early, masked = counts["early"], counts["early_discarded"]
     return {
-        "early_share": early / max(1, sent),
-        "premature_share": premature / max(1, early),
+        "early_share": early / max(1, counts["sent"]),
+        "arrival_share": counts["early_at_arrival"] / max(1, early),
+        "mispredicted_share": counts["early_mispredicted"] / max(1, counts["early_at_arrival"]),
+        "premature_share": counts["early_premature"] / max(1, early),
         "masked_share": masked / max(1, early + masked),
     }
 

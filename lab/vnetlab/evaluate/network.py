@@ -11,9 +11,9 @@ from pathlib import Path
 
 from vnetlab import daemon, machine, measure, process, remote
 from vnetlab.bench import latency, mpi, usage, vhost, workload
+from vnetlab.bench.case import Case, Turn
 from vnetlab.bench.contenders import Bare, Contender, Ends, Vnet
 from vnetlab.bench.result import Conditions, Sample
-from vnetlab.bench.suite import Case, Turn
 from vnetlab.evaluate.kinds import KINDS, NATIVE, TAP
 from vnetlab.evaluate.options import EvaluateOptions, case
 from vnetlab.run import LabError, wait_until

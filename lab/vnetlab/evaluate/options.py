@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from vnetlab import remote
 from vnetlab.bench import usage, workload
+from vnetlab.bench.case import Bench, Case, Options, Turn
 from vnetlab.bench.contenders import Contender, Ends
 from vnetlab.bench.result import METRICS, Conditions, Sample
-from vnetlab.bench.suite import Bench, Case, Options, Turn
 from vnetlab.evaluate.kinds import DIRECT, KINDS
 from vnetlab.remote import Machine
 from vnetlab.topology import Settings, Topology

@@ -99,7 +99,12 @@ _VNET_P = (
     _drawing("000", 1, "Architecture", "[architecture](../../ARCHITECTURE.md)"),
     _drawing("000", 2, "Routing inside the core", "[architecture](../../ARCHITECTURE.md)"),
     _drawing("000", 3, "VMM-driven and guest-driven modes", "both modes are rows of it", "ablation"),
-    _drawing("000", 4, "Dispatchers on several cores", "`threads` and `cpus` in [configuration](../configuration.md)"),
+    _drawing(
+        "000",
+        4,
+        "Dispatchers on several cores",
+        "`threads`, `threads_min` and `cpus` in [configuration](../configuration.md#threads-by-load)",
+    ),
     Entry(
         "000",
         "figure 5",

@@ -4,8 +4,9 @@ import shutil
 from pathlib import Path
 
 from vnetlab.bench import runner
+from vnetlab.bench.case import Case
 from vnetlab.bench.result import Result
-from vnetlab.bench.suite import Case, cases
+from vnetlab.bench.suite import cases
 from vnetlab.evaluate.options import EvaluateOptions, Experiment
 from vnetlab.lab import CACHE
 from vnetlab.run import LabError, progress

@@ -15,6 +15,7 @@ pub fn examine(host: &Host, daemon: Option<&Daemon>) -> Vec<Finding> {
     let mut findings = vec![tun(host), kvm(host), udp_offloads()];
     findings.extend(socket_buffers(host, daemon));
     findings.push(cores(host, daemon));
+    findings.push(halt_polling(host, daemon));
     findings.push(isolation(host));
     findings.push(governor(host));
     findings.push(clock_source(host));
@@ -22,6 +23,7 @@ pub fn examine(host: &Host, daemon: Option<&Daemon>) -> Vec<Finding> {
     findings.push(huge_pages(host));
     findings.push(transparent_huge_pages(host));
     findings.push(asynchronous_io(host));
+    findings.push(syn_cookies(host));
     findings.push(udp_losses(host, daemon));
     findings.push(virtualization(host));
     findings
@@ -105,7 +107,7 @@ fn socket_buffers(host: &Host, daemon: Option<&Daemon>) -> Vec<Finding> {
 
 fn cores(host: &Host, daemon: Option<&Daemon>) -> Finding {
     const WHY: &str = "a polling dispatcher takes a core that guests and the network stack need too";
-    let online = cpus(&host.text("sys/devices/system/cpu/online").unwrap_or_default()).len().max(1);
+    let online = online(host);
     let threads = daemon.map_or(1, |daemon| daemon.status.dispatchers);
     let what = format!(
         "{online} CPU{}, {threads} dispatcher{}",
@@ -117,6 +119,39 @@ fn cores(host: &Host, daemon: Option<&Daemon>) -> Finding {
     }
     let todo = "lower [dispatch] threads, or use yield = \"adaptive\" or \"block\"";
     Finding::bad("cores", Level::Warn, WHY, what, todo)
+}
+
+/// KVM's halt polling, the halt handler of VNET/P (section 4.8).
+fn halt_polling(host: &Host, daemon: Option<&Daemon>) -> Finding {
+    const WHY: &str = "KVM polls this long before a halted guest gives its processor back: frames wake the guest sooner, but \
+                       dispatchers and other guests wait where processors are short";
+    const PATH: &str = "sys/module/kvm/parameters/halt_poll_ns";
+    /// KVM's default on x86.
+    const DEFAULT_NS: u32 = 200_000;
+    let Some(ns) = host.number(PATH) else {
+        return Finding::ok("halt-polling", WHY, "KVM is not loaded");
+    };
+    // A guest has at least one virtual CPU.
+    let guests = daemon.map_or(0, |daemon| {
+        let is_guest = |kind: &str| kind == "vhost-user";
+        daemon.interfaces.iter().filter(|interface| is_guest(&interface.settings.text("kind"))).count()
+    });
+    let threads = daemon.map_or(0, |daemon| daemon.status.dispatchers);
+    let short = guests > 0 && threads + guests > online(host);
+    let what = format!("halt_poll_ns is {ns}");
+    let (what, value) = match (ns, short) {
+        (0, false) => (what, DEFAULT_NS),
+        (1.., true) => {
+            (format!("{what}, with {threads} dispatchers and {guests} guests on {} CPUs", online(host)), 0)
+        }
+        _ => return Finding::ok("halt-polling", WHY, what),
+    };
+    Finding::bad("halt-polling", Level::Warn, WHY, what, format!("echo {value} > /{PATH}"))
+}
+
+/// Number of processors.
+fn online(host: &Host) -> usize {
+    cpus(&host.text("sys/devices/system/cpu/online").unwrap_or_default()).len().max(1)
 }
 
 fn isolation(host: &Host) -> Finding {
@@ -240,6 +275,19 @@ fn asynchronous_io(host: &Host) -> Finding {
     }
     let todo = format!("sysctl -w fs.aio-max-nr={}", max.saturating_mul(4));
     Finding::bad("aio", Level::Problem, WHY, what, todo)
+}
+
+fn syn_cookies(host: &Host) -> Finding {
+    const WHY: &str =
+        "without them anybody can fill the queues of sealed links' and streams' ports from forged addresses";
+    match host.number("proc/sys/net/ipv4/tcp_syncookies") {
+        Some(0) => {
+            let todo = "sysctl -w net.ipv4.tcp_syncookies=1";
+            Finding::bad("syn-cookies", Level::Warn, WHY, "switched off", todo)
+        }
+        Some(_) => Finding::ok("syn-cookies", WHY, "under load, TCP keeps no state for forged addresses"),
+        None => Finding::ok("syn-cookies", WHY, "unknown"),
+    }
 }
 
 fn udp_losses(host: &Host, daemon: Option<&Daemon>) -> Finding {

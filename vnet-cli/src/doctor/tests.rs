@@ -19,8 +19,10 @@ const HEALTHY: &[(&str, &str)] = &[
     ("proc/sys/net/core/wmem_max", "8388608\n"),
     ("proc/sys/fs/aio-nr", "0\n"),
     ("proc/sys/fs/aio-max-nr", "65536\n"),
+    ("proc/sys/net/ipv4/tcp_syncookies", "1\n"),
     ("proc/meminfo", "SwapTotal:             0 kB\nHugePages_Total:       8\nHugePages_Free:        4\n"),
     ("sys/devices/system/cpu/online", "0-3\n"),
+    ("sys/module/kvm/parameters/halt_poll_ns", "200000\n"),
     ("sys/devices/system/cpu/isolated", "3\n"),
     ("sys/devices/system/cpu/nohz_full", "3\n"),
     ("sys/devices/system/cpu/cpu0/cpufreq/scaling_governor", "performance\n"),
@@ -113,11 +115,13 @@ fn each_fault_of_a_machine_is_found() {
         ("proc/sys/net/core/rmem_max", Some("212992"), "rmem", Warn),
         ("proc/sys/net/core/wmem_max", Some("212992"), "wmem", Warn),
         (&format!("{cpu}/online"), Some("0"), "cores", Warn),
+        ("sys/module/kvm/parameters/halt_poll_ns", Some("0\n"), "halt-polling", Warn),
         (&governor, Some("powersave"), "governor", Warn),
         (clock, Some("hpet"), "clock", Warn),
         ("proc/self/timerslack_ns", Some("1000000"), "timer", Warn),
         ("sys/kernel/mm/transparent_hugepage/shmem_enabled", Some("always [never]"), "thp", Warn),
         ("proc/sys/fs/aio-nr", Some("65000"), "aio", Problem),
+        ("proc/sys/net/ipv4/tcp_syncookies", Some("0"), "syn-cookies", Warn),
         ("proc/self/net/snmp", Some("Udp: SndbufErrors RcvbufErrors\nUdp: 0 9"), "udp-losses", Warn),
     ] {
         let (_dir, host) = host(&[(path, text)]);
@@ -128,6 +132,34 @@ fn each_fault_of_a_machine_is_found() {
         assert!(others.is_empty(), "{path}: {others:#?}");
         let found = findings.iter().find(|finding| finding.check == check).unwrap();
         assert!(found.todo.is_some(), "a finding comes with a fix");
+    }
+}
+
+#[test]
+fn halting_guests_poll_only_where_processors_are_spare() {
+    let guest = serde_json::json!({
+        "name": "vm1", "kind": "vhost-user", "state": "up", "network": 1, "mtu": 1500, "queues": 1,
+        "storm_limit": 1, "port_security": false,
+    });
+    let mut daemon = daemon();
+    daemon.interfaces.push(serde_json::from_value(guest).unwrap());
+    // Two dispatchers and a guest.
+    for (cpus, ns, want, value) in [
+        ("0-2", Some("200000"), Level::Ok, None),
+        ("0-1", Some("200000"), Level::Warn, Some("echo 0 >")),
+        ("0-1", Some("0"), Level::Ok, None),
+        ("0-2", Some("0"), Level::Warn, Some("echo 200000 >")),
+        ("0-1", None, Level::Ok, None),
+    ] {
+        let (_dir, host) = host(&[
+            ("sys/devices/system/cpu/online", Some(cpus)),
+            ("sys/module/kvm/parameters/halt_poll_ns", ns),
+        ]);
+        let findings = examine(&host, Some(&daemon));
+        assert_eq!(level(&findings, "halt-polling"), want, "{cpus} {ns:?}");
+        let found = findings.iter().find(|finding| finding.check == "halt-polling").unwrap();
+        let fits = |todo: &str| value.is_some_and(|value| todo.starts_with(value));
+        assert_eq!(found.todo.as_deref().is_some_and(fits), value.is_some(), "{found:?}");
     }
 }
 

@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use super::settings::values::{InterfaceSettings, LinkSettings, NetworkSettings, RouteSettings};
 use super::traffic::Traffic;
+use vnet::dispatch::recruit;
 use vnet::frame::NetworkId;
 use vnet::wire::ethernet::Mac;
 
@@ -39,6 +40,9 @@ pub struct Status {
     pub ports: u16,
     /// Number of dispatchers.
     pub dispatchers: usize,
+    /// The threads that run the dispatchers. Older daemons omit this field.
+    #[serde(default)]
+    pub threads: Threads,
     /// Yield strategy of idle dispatchers.
     #[serde(rename = "yield")]
     pub yield_strategy: String,
@@ -71,6 +75,45 @@ pub struct Status {
     pub unknown_sender: Option<UnknownSender>,
     /// The balance of all frames.
     pub balance: Balance,
+}
+
+/// The threads that run the dispatchers.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Threads {
+    /// Number of threads that always run.
+    pub min: usize,
+    /// Number of threads under full load.
+    pub max: usize,
+    /// Number of threads now.
+    pub now: usize,
+    /// Number of threads recruited so far.
+    pub recruited: u64,
+    /// Number of threads released so far.
+    pub released: u64,
+    /// Number of times that a dispatcher has moved to another thread.
+    pub moves: u64,
+}
+
+impl fmt::Display for Threads {
+    /// What to append to the number of dispatchers; nothing if the number of threads is fixed.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Threads { min, max, now, recruited, released, moves } = self;
+        if min == max {
+            return Ok(());
+        }
+        write!(
+            f,
+            " on {now} of {min} to {max} threads ({recruited} recruited, {released} released, {moves} moves)"
+        )
+    }
+}
+
+impl From<recruit::Threads> for Threads {
+    fn from(threads: recruit::Threads) -> Threads {
+        let recruit::Threads { min, max, now, recruited, released, moves, .. } = threads;
+        Threads { min, max, now, recruited, released, moves }
+    }
 }
 
 /// A MAC address that two stations use.

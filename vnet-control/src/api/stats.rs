@@ -14,6 +14,10 @@ use vnet::stats::{DiscardReason, DropReason, InterruptStats, PortStats};
 pub struct InterruptCounters {
     /// Early interrupts.
     pub early: u64,
+    /// Part of `early` sent when data arrived, before it was received.
+    pub early_at_arrival: u64,
+    /// Part of `early_at_arrival` after which no frame came for the guest.
+    pub early_mispredicted: u64,
     /// Early interrupts suppressed because the guest had notifications off.
     pub early_discarded: u64,
     /// Early interrupts that a guest handled before its frames arrived, so that it had to be notified again.
@@ -28,6 +32,8 @@ impl From<&InterruptStats> for InterruptCounters {
     fn from(stats: &InterruptStats) -> InterruptCounters {
         InterruptCounters {
             early: stats.early.get(),
+            early_at_arrival: stats.early_at_arrival.get(),
+            early_mispredicted: stats.early_mispredicted.get(),
             early_discarded: stats.early_discarded.get(),
             early_premature: stats.early_premature.get(),
             coalesced_injected: stats.coalesced_injected.get(),
@@ -39,6 +45,8 @@ impl From<&InterruptStats> for InterruptCounters {
 impl InterruptCounters {
     fn add(&mut self, other: &InterruptCounters) {
         self.early += other.early;
+        self.early_at_arrival += other.early_at_arrival;
+        self.early_mispredicted += other.early_mispredicted;
         self.early_discarded += other.early_discarded;
         self.early_premature += other.early_premature;
         self.coalesced_injected += other.coalesced_injected;
@@ -72,13 +80,16 @@ pub struct Dispatcher {
     pub busy_turns: u64,
     /// Nanoseconds spent in busy turns.
     pub busy_ns: u64,
+    /// Number of the thread that runs the dispatcher now, as in its name `dispatch-N`. Older daemons omit this field.
+    #[serde(default)]
+    pub thread: usize,
 }
 
 impl Dispatcher {
-    /// The counters of dispatcher `id`.
-    pub fn new(id: usize, stats: &DispatcherStats) -> Dispatcher {
+    /// The counters of dispatcher `id`, which `thread` runs.
+    pub fn new(id: usize, stats: &DispatcherStats, thread: usize) -> Dispatcher {
         let (frames, busy_turns) = (stats.frames(), stats.busy_turns());
-        Dispatcher { id, frames, busy_turns, busy_ns: stats.busy_ns() }
+        Dispatcher { id, frames, busy_turns, busy_ns: stats.busy_ns(), thread }
     }
 }
 

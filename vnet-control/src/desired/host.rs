@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use vnet::dispatch::isolation::Isolation;
+use vnet::dispatch::recruit::Recruiting;
 use vnet::dispatch::yielding::Strategy;
 use vnet::frame::{BATCH_MAX, NetworkId};
 use vnet::link::ZeroCopy;
@@ -65,6 +66,8 @@ pub struct TlsFiles {
 pub struct DispatchSpec {
     /// Number of dispatchers.
     pub threads: usize,
+    /// `threads_min`, `load_high`, `load_low`, `spare_cpu`.
+    pub recruiting: Recruiting,
     /// CPU of each dispatcher; empty: the kernel's scheduler chooses.
     pub cpus: Vec<usize>,
     /// Yield strategy of idle dispatchers.
@@ -107,6 +110,7 @@ impl Default for DispatchSpec {
     fn default() -> DispatchSpec {
         DispatchSpec {
             threads: 1,
+            recruiting: Recruiting::default(),
             cpus: vec![],
             yield_strategy: Strategy::Adaptive,
             sleep_us: 50,
@@ -207,12 +211,14 @@ pub struct NetworkSpec {
     pub ageing_s: u32,
     /// This host relays frames between links (no split horizon).
     pub relay: bool,
+    /// Applications may have vnetd run the interconnect's engine for them.
+    pub daemon_engine: bool,
 }
 
 impl NetworkSpec {
     /// Network `id` with default settings.
     pub fn new(id: NetworkId) -> NetworkSpec {
-        NetworkSpec { id, learning: true, ageing_s: AGEING_S, relay: false }
+        NetworkSpec { id, learning: true, ageing_s: AGEING_S, relay: false, daemon_engine: false }
     }
 }
 

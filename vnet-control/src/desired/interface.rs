@@ -173,6 +173,6 @@ pub struct Driving {
     pub mode: ModeSettings,
     /// `interrupts`, `receive_density_low`, `receive_density_high`, `early_bytes`
     pub interrupts: InterruptSettings,
-    /// `weight`, `rate_limit`, `frame_limit`
+    /// `weight`, `rate_limit`, `frame_limit`, `learning_limit`
     pub share: ShareSettings,
 }

@@ -10,8 +10,11 @@ use vnet::frame::NetworkId;
 use super::limits::is_name;
 use crate::table::quote;
 
+/// Default of `forward_s`: longer than other hosts take to learn a new location, even from a busy store.
+const FORWARD_S: u32 = 10;
+
 /// `[overlay]`: the store, and the links computed from it.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OverlaySpec {
     /// Members of the etcd cluster: `http://HOST:PORT` or `https://HOST:PORT`.
     pub etcd: Vec<String>,
@@ -33,8 +36,29 @@ pub struct OverlaySpec {
     pub sealed: bool,
     /// Computed links may carry clear text.
     pub trusted: bool,
+    /// How long this host forwards frames to a guest that has migrated to another host, in seconds.
+    pub forward_s: u32,
     /// Folder of the last known state; if absent, the service manager's, or `/var/lib/vnet`.
     pub state: Option<PathBuf>,
+}
+
+impl Default for OverlaySpec {
+    fn default() -> OverlaySpec {
+        OverlaySpec {
+            etcd: vec![],
+            ca: None,
+            identity: None,
+            topology: Topology::default(),
+            reflectors: vec![],
+            behind_nat: false,
+            address: None,
+            networks: None,
+            sealed: false,
+            trusted: false,
+            forward_s: FORWARD_S,
+            state: None,
+        }
+    }
 }
 
 /// Which hosts have links to each other.

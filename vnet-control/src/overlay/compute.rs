@@ -5,7 +5,7 @@
 //! hosts have a link. A host behind NAT has a single one, to the first available reflector. Reflectors and hubs relay between
 //! their spokes and all other hosts; every other host applies split horizon, so a flooded frame reaches each host once.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
@@ -44,6 +44,8 @@ pub struct Computed {
     pub stations: Arc<HashMap<(NetworkId, Mac), u16>>,
     /// Owners of IP addresses.
     pub neighbours: Arc<HashMap<(NetworkId, IpAddr), Mac>>,
+    /// Stations that have migrated from here to other hosts: frames for them that arrive on links are forwarded, too.
+    pub forwarded: HashSet<(NetworkId, Mac)>,
     /// Number of other hosts.
     pub hosts: usize,
 }
@@ -79,10 +81,15 @@ impl Overlay {
             hops: names.clone(),
             stations: places.stations.clone(),
             neighbours: places.neighbours.clone(),
+            forwarded: self.forwarded(),
             hosts: peers.len(),
         };
         (self.places, self.hops, self.restructured) = (places, names, false);
         computed
+    }
+
+    fn forwarded(&self) -> HashSet<StationKey> {
+        self.guests.iter().filter(|(_, guest)| guest.is_forwarded()).map(|(place, _)| *place).collect()
     }
 
     /// All stations, local and remote.

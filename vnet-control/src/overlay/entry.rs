@@ -200,17 +200,16 @@ impl<R: Record> Entry<R> {
 
     /// Settles a record that has been held back long enough; true if there was one.
     pub fn mature(&mut self, now_ms: u64) -> bool {
-        match self.pending.take() {
-            Some((record, since_ms)) if since_ms + HOLD_MS <= now_ms => {
-                let revision = self.stored.as_ref().map_or(0, |stored| stored.revision);
-                self.settle(record, revision);
-                true
-            }
-            pending => {
-                self.pending = pending;
-                false
-            }
-        }
+        let is_due = self.pending.as_ref().is_some_and(|(_, since_ms)| since_ms + HOLD_MS <= now_ms);
+        is_due && self.hasten()
+    }
+
+    /// Settles the record that is held back; true if there was one.
+    pub fn hasten(&mut self) -> bool {
+        let Some((record, _)) = self.pending.take() else { return false };
+        let revision = self.stored.as_ref().map_or(0, |stored| stored.revision);
+        self.settle(record, revision);
+        true
     }
 
     /// Time of the entry's next timer.

@@ -35,6 +35,8 @@ mod compute;
 mod entry;
 mod last_known;
 #[cfg(test)]
+mod migration_tests;
+#[cfg(test)]
 mod oracle;
 mod places;
 mod publish;

@@ -73,7 +73,14 @@ pub fn settings(host: usize) -> Settings {
 
 /// A guest that is connected.
 pub fn guest(id: u32, n: usize) -> Local {
-    Local { network: network(id), mac: Some(mac(n)), addresses: vec![ip(n)], up: true, in_frames: 0 }
+    Local {
+        network: network(id),
+        mac: Some(mac(n)),
+        addresses: vec![ip(n)],
+        up: true,
+        departed: false,
+        in_frames: 0,
+    }
 }
 
 impl World {

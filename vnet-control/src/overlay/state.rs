@@ -47,6 +47,9 @@ pub struct Settings {
     pub address: Option<SocketAddr>,
     /// Networks of the overlay on this host.
     pub networks: BTreeSet<NetworkId>,
+    /// How long a guest that has migrated stays a station of this host until another host claims it, and how long frames to it
+    /// are forwarded, in milliseconds.
+    pub forward_ms: u64,
 }
 
 /// An interface of this host.
@@ -60,6 +63,8 @@ pub struct Local {
     pub addresses: Vec<IpAddr>,
     /// True if a guest is connected.
     pub up: bool,
+    /// True if the guest was stopped here because it migrates to another host, and `up` is false therefore.
+    pub departed: bool,
     /// Frames received from the guest.
     pub in_frames: u64,
 }
@@ -107,6 +112,17 @@ pub(super) struct Guest {
     pub(super) rivalled_at: Option<u64>,
     /// The station moved to another host.
     pub(super) lost: bool,
+    /// The guest migrates to another host.
+    pub(super) departed: bool,
+    /// Time at which it was found to have departed.
+    pub(super) departed_ms: Option<u64>,
+}
+
+impl Guest {
+    /// True if frames for the guest that still arrive here are forwarded to its new host.
+    pub(super) fn is_forwarded(&self) -> bool {
+        self.lost && self.departed
+    }
 }
 
 /// The state machine of one host. Times are milliseconds of a monotonic clock.
@@ -291,6 +307,7 @@ impl Overlay {
             }
         }
         self.watch_losses();
+        self.end_departures(now_ms);
         if now_ms >= self.swept_ms + SWEEP_MS {
             self.swept_ms = now_ms;
             self.sweep(now_ms);
@@ -300,13 +317,40 @@ impl Overlay {
     /// Detects stations of this host that have moved to another host.
     fn watch_losses(&mut self) {
         for ((network, mac), guest) in &mut self.guests {
-            let entry = self.networks.get(network).and_then(|network| network.stations.get(mac));
-            let elsewhere = entry.and_then(Entry::in_force).is_some_and(|record| record.host != self.me);
+            let entry = self.networks.get_mut(network).and_then(|network| network.stations.get_mut(mac));
+            let elsewhere = entry.is_some_and(|entry| {
+                let pending = entry.pending.as_ref().map(|(record, _)| record.host == self.me);
+                // This host has nothing to contradict if its guest has departed, and frames for it arrive meanwhile.
+                if guest.departed && pending == Some(false) {
+                    entry.hasten();
+                }
+                // A guest that has just arrived stays here while all hosts hold back this host's claim.
+                entry.in_force().is_some_and(|record| record.host != self.me) && pending != Some(true)
+            });
             let lost = elsewhere && guest.claimed;
             if lost != guest.lost {
                 guest.lost = lost;
                 self.dirty.insert((*network, *mac));
                 self.changed = true;
+            }
+        }
+    }
+
+    /// Forgets guests that departed long ago.
+    fn end_departures(&mut self, now_ms: u64) {
+        let mut ended = vec![];
+        for (place, guest) in self.guests.iter_mut().filter(|(_, guest)| guest.departed) {
+            let since_ms = *guest.departed_ms.get_or_insert(now_ms);
+            if since_ms + self.settings.forward_ms <= now_ms {
+                ended.push(*place);
+            }
+        }
+        for place in ended {
+            self.guests.remove(&place);
+            self.dirty.insert(place);
+            self.changed = true;
+            if self.mine.contains(&place) {
+                self.leaving.insert(place);
             }
         }
     }
@@ -348,26 +392,39 @@ impl Overlay {
     pub fn locals(&mut self, locals: &[Local]) {
         let is_ours = |local: &&Local| self.settings.networks.contains(&local.network);
         let ours: Vec<&Local> = locals.iter().filter(is_ours).collect();
-        let members: BTreeSet<NetworkId> = ours.iter().map(|local| local.network).collect();
-        if members != self.members {
-            self.members = members;
-            self.restructure();
-        }
         let mut before = std::mem::take(&mut self.guests);
-        for local in ours.into_iter().filter(|local| local.up) {
+        for local in ours.iter().filter(|local| local.up || local.departed) {
             let Some(mac) = local.mac else { continue };
             let place = (local.network, mac);
-            let known = before.remove(&place);
+            // A guest that comes back from its new host arrives like any other.
+            let known = before.remove(&place).filter(|guest| !(local.up && guest.is_forwarded()));
+            if local.departed && known.is_none() {
+                continue;
+            }
             if known.as_ref().is_none_or(|guest| guest.addresses != local.addresses) {
                 self.dirty.insert(place);
                 self.changed = true;
             }
-            let (addresses, in_frames) = (local.addresses.clone(), local.in_frames);
-            let mut guest = Guest { addresses, in_frames, ..known.unwrap_or_default() };
+            let (addresses, in_frames, departed) = (local.addresses.clone(), local.in_frames, local.departed);
+            self.changed |= known.as_ref().is_some_and(|guest| guest.departed != departed);
+            let mut guest = Guest { addresses, in_frames, departed, ..known.unwrap_or_default() };
+            if !departed {
+                guest.departed_ms = None;
+            }
             if guest.rivalled && guest.rivalled_at.is_none() {
                 guest.rivalled_at = Some(in_frames);
             }
             self.guests.insert(place, guest);
+        }
+        // A departed guest's interface may be deleted at once.
+        let (departed, before): (BTreeMap<_, _>, BTreeMap<_, _>) =
+            before.into_iter().partition(|(_, guest)| guest.departed);
+        self.guests.extend(departed);
+        let departed = self.guests.iter().filter(|(_, guest)| guest.departed).map(|((id, _), _)| *id);
+        let members: BTreeSet<NetworkId> = ours.iter().map(|local| local.network).chain(departed).collect();
+        if members != self.members {
+            self.members = members;
+            self.restructure();
         }
         self.changed |= !before.is_empty();
         self.dirty.extend(before.keys());

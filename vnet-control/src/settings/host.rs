@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use vnet::dispatch::isolation::PRIORITY_MAX;
+use vnet::dispatch::recruit::Recruiting;
 use vnet::dispatch::yielding::Strategy;
 use vnet::frame::{BATCH_MAX, NetworkId};
 use vnet::link::sealed::identity::IdentityFiles;
@@ -163,9 +164,42 @@ pub static DISPATCH: Declaration<DispatchSpec> = Declaration {
             "threads",
             number::<usize>(1, THREADS_MAX),
             |dispatch: DispatchSpec| dispatch.threads,
-            "number of dispatchers, the threads that move frames"
+            "number of dispatchers, which move frames, and of the threads that run them under full load"
         )
         .note("see [Several processors](#several-processors)"),
+        field!(
+            "threads_min",
+            number::<usize>(1, THREADS_MAX),
+            |dispatch: DispatchSpec| dispatch.recruiting.threads_min,
+            "number of threads that always run; the others are recruited when the load is high and released when it is low"
+        )
+        .applies(Applies::Reload)
+        .absent("as threads")
+        .note("see [Threads by load](#threads-by-load)"),
+        field!(
+            "load_high",
+            number::<u32>(1, 100),
+            |dispatch: DispatchSpec| dispatch.recruiting.load_high,
+            "share of its time that a thread has work for 0.2 s before another one is recruited"
+        )
+        .unit("%")
+        .applies(Applies::Reload),
+        field!(
+            "load_low",
+            number::<u32>(0, 99),
+            |dispatch: DispatchSpec| dispatch.recruiting.load_low,
+            "share of its time that one thread would have work for two, for 2 s before one of them is released; less than load_high"
+        )
+        .unit("%")
+        .applies(Applies::Reload),
+        field!(
+            "spare_cpu",
+            number::<u32>(0, 100),
+            |dispatch: DispatchSpec| dispatch.recruiting.spare_cpu,
+            "idle time of processors, in percent of one, without which no thread is recruited"
+        )
+        .unit("%")
+        .applies(Applies::Reload),
         field!(
             "cpus",
             numbers::<usize>(0, CPU_MAX),
@@ -256,7 +290,18 @@ pub static DISPATCH: Declaration<DispatchSpec> = Declaration {
 
 pub(super) fn read_dispatch(table: KeyTable, notes: &mut Notes) -> Item<DispatchSpec> {
     read(&DISPATCH, table, notes, |reader, dispatch| {
-        let DispatchSpec { threads, cpus, yield_strategy, isolation, .. } = dispatch;
+        let DispatchSpec { threads, cpus, yield_strategy, isolation, recruiting, .. } = dispatch;
+        let Recruiting { threads_min, load_high, load_low, .. } = *recruiting;
+        if let Some(min) = threads_min.filter(|min| min > threads) {
+            let text = format!("threads_min {min} is more than threads = {threads}; write 1 to {threads}");
+            reader.problem(&reader.place_of("threads_min"), text);
+        }
+        if load_low >= load_high {
+            let text = format!(
+                "load_low {load_low} must be less than load_high = {load_high}, or threads come and go at one load"
+            );
+            reader.problem(&reader.place_of("load_low"), text);
+        }
         if !cpus.is_empty() && cpus.len() != *threads {
             let text =
                 format!("cpus lists {} for {threads} threads; list one per thread, or none", cpus.len());
@@ -433,6 +478,14 @@ pub static NETWORK: Declaration<NetworkSpec> = Declaration {
         field!("relay", flag(), |own: NetworkSpec| own.relay, "this host forwards frames between links")
             .note("see [below](#relay-hosts)")
             .phrase("relayed"),
+        field!(
+            "daemon_engine",
+            flag(),
+            |own: NetworkSpec| own.daemon_engine,
+            "applications in containers may have vnetd run the interconnect's engine for them"
+        )
+        .note("see [the interconnect](interconnect.md#the-daemons-engine)")
+        .phrase("daemon engine"),
     ],
 };
 

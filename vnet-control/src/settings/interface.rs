@@ -293,10 +293,19 @@ pub static INTERFACE: Declaration<InterfaceSpec> = Declaration {
         .live()
         .phrase("frame limit {}/s"),
         field!(
+            "learning_limit",
+            number::<u32>(0, RATE_MAX),
+            |interface: InterfaceSpec| interface.driving.share.learning_limit,
+            "maximum rate of unknown source addresses from the guest; its frames wait while it invents more; 0: no limit"
+        )
+        .unit("addresses/s")
+        .live()
+        .phrase("learning limit {}/s"),
+        field!(
             "interrupts",
             word::<Interrupts>(),
             |interface: InterfaceSpec| interface.driving.interrupts.interrupts,
-            "vhost-user: notify the guest after its frames are delivered (direct) or before (optimistic)"
+            "vhost-user: notify the guest after its frames are delivered (direct) or when they arrive (optimistic)"
         )
         .live()
         .idle_for("tap", AT_ONCE)

@@ -107,6 +107,15 @@ pub(crate) fn reopens(is: &InterfaceSpec, wanted: &InterfaceSpec) -> bool {
     INTERFACE.changed(is, wanted).iter().any(|change| change.applies == Applies::Reopen)
 }
 
+/// The keys of `[dispatch]` that differ, each with both values as text.
+pub(crate) fn dispatch_changes(
+    is: &DispatchSpec,
+    wanted: &DispatchSpec,
+) -> Vec<(&'static str, String, String)> {
+    let changed = DISPATCH.changed(is, wanted).into_iter();
+    changed.map(|change| (change.key.name, change.from, change.to)).collect()
+}
+
 /// Differences that need a restart of vnetd, one problem each.
 pub fn restart_needed(current: &Desired, desired: &Desired) -> Vec<Problem> {
     let (is, wanted) = (current, desired);

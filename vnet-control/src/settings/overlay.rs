@@ -1,7 +1,7 @@
 //! `[overlay]`: its keys.
 
 use super::key::{Applies, Declaration, Field, Key, Takes, field};
-use super::kinds::{Kind, Show, address, file, flag, networks, parsed};
+use super::kinds::{Kind, Show, address, file, flag, networks, number, parsed};
 use crate::desired::*;
 use crate::table::{KeyTable, Notes, Reader, Value, quote};
 
@@ -9,6 +9,8 @@ use crate::table::{KeyTable, Notes, Reader, Value, quote};
 const ENDPOINTS_MAX: usize = 16;
 /// Maximum number of reflectors; every host knows all of them.
 const REFLECTORS_MAX: usize = 16;
+/// Maximum of `forward_s`.
+const FORWARD_MAX_S: u32 = 3600;
 
 /// `[overlay]`
 pub static OVERLAY: Declaration<OverlaySpec> = Declaration {
@@ -113,6 +115,14 @@ pub static OVERLAY: Declaration<OverlaySpec> = Declaration {
             |overlay: OverlaySpec| overlay.trusted,
             "the overlay's links may carry clear text; needed unless they are sealed or lead into networks of [bridge] trusted"
         ),
+        field!(
+            "forward_s",
+            number::<u32>(0, FORWARD_MAX_S),
+            |overlay: OverlaySpec| overlay.forward_s,
+            "how long this host forwards frames to a virtual machine that has migrated to another host, and keeps its record \
+             until that host claims it"
+        )
+        .unit("s"),
         field!(
             "state",
             file(),

@@ -6,15 +6,15 @@
 //! Neighbour suppression: an ARP or neighbour solicitation for a published neighbour
 //! ([`Published::neighbours`](crate::route::Published)) is answered here, to its ingress port, instead of being flooded.
 
-use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::arrival::Prediction;
 use super::dispatcher_stats::DispatcherStats;
-use super::setup::{InterfacePort, Port, Setup};
+use super::pending::Pending;
+use super::setup::{Port, Setup};
 use crate::frame::{BATCH_MAX, Batch, DropSink, Frame, Origin, PortId, Selection};
-use crate::interface::Coalesce;
-use crate::interface::interrupts::CHECK_AFTER;
+use crate::interface::interrupts::CHECK_AFTER_MAX;
 use crate::link::Sender;
 use crate::route::{Decision, Router, Verdicts};
 use crate::source::InPlace;
@@ -53,6 +53,8 @@ pub(super) struct Forwarder {
     answers: Batch,
     /// Guests that may still need a notification.
     pending: Pending,
+    /// Bytes of `work` before the current burst.
+    burst_starts: u64,
 }
 
 impl Forwarder {
@@ -70,9 +72,15 @@ impl Forwarder {
             by_queue: vec![],
             answers: Batch::new(),
             pending: Pending::default(),
+            burst_starts: 0,
         };
         forwarder.adopt(setup, None);
         forwarder
+    }
+
+    /// Number of frames from source addresses that were not known at their port.
+    pub(super) fn new_sources(&self) -> u64 {
+        self.router.new_sources()
     }
 
     /// Adopts a new setup, and offers verdicts to the kernel's own path. Call between two batches.
@@ -106,7 +114,7 @@ impl Forwarder {
         // Each frame arrived in a separate batch.
         (0..landed.frames).for_each(|_| _ = self.stats.begin(1));
         if let Some(port) = self.setup.interface(id) {
-            (0..port.interface.active_queues()).for_each(|queue| self.pending.note(port, queue));
+            self.pending.landed(port, landed.queue);
         }
     }
 
@@ -272,12 +280,35 @@ fn answer(setup: &Setup, head: &[u8], frame: &Frame, answers: &mut Batch) -> boo
 
 /// Optimistic interrupts: guests with a pending interrupt decision.
 impl Forwarder {
-    /// Decides about interrupts, because the sources are drained or the batch budget is used up.
+    /// Begins a burst of a source: notifies the guest that it is predicted to be for, if its data has just arrived.
     #[inline]
-    pub(super) fn end_of_coalescing(&mut self) {
-        if !self.pending.delivered.is_empty() {
-            self.pending.end(&self.setup);
-        }
+    pub(super) fn announce(&mut self, prediction: &mut Prediction) {
+        self.burst_starts = self.work.bytes;
+        self.pending.announce(&self.setup, prediction);
+    }
+
+    /// Records that the burst is received, and whether the source is drained.
+    #[inline]
+    pub(super) fn received(&mut self, drained: bool) {
+        self.pending.received(drained);
+    }
+
+    /// Ends a burst: learns whom the source's next one is for.
+    #[inline]
+    pub(super) fn learn(&mut self, prediction: &mut Prediction) {
+        self.pending.learn(&self.setup, prediction, self.work.bytes - self.burst_starts);
+    }
+
+    /// Ends a turn: decides about interrupts of guests whose sources are drained, or of all guests.
+    #[inline]
+    pub(super) fn end_of_coalescing(&mut self, all: bool) {
+        self.pending.end(&self.setup, all);
+    }
+
+    /// Drops the checks of guests that have reacted to their interrupts.
+    #[inline]
+    pub(super) fn drop_settled_checks(&mut self) {
+        self.pending.drop_settled(&self.setup);
     }
 
     /// Runs interrupt checks that are due.
@@ -296,66 +327,7 @@ impl Forwarder {
 
     /// Settles every pending interrupt: before the setup changes, and at shutdown.
     pub(super) fn settle_all(&mut self) {
-        self.pending.end(&self.setup);
-        self.pending.check(&self.setup, Instant::now() + CHECK_AFTER);
-    }
-}
-
-/// Queues that received frames and whose guests may still need a notification. Each list holds a queue at most once, so the
-/// number of queues bounds both lists.
-#[derive(Default)]
-struct Pending {
-    /// Queues that received frames since the last end of coalescing.
-    delivered: Vec<(PortId, usize)>,
-    /// Queues that were not notified at the end of coalescing, with the time of their next check, in this order.
-    checks: VecDeque<(PortId, usize, Instant)>,
-}
-
-impl Pending {
-    /// Delivers to an interface and notes the pending interrupt. All deliveries to interfaces pass here.
-    #[inline]
-    fn give(&mut self, port: &InterfacePort, queue: usize, frames: Selection<'_>, drops: &mut DropSink) {
-        port.interface.deliver(queue, frames, drops);
-        self.note(port, queue);
-    }
-
-    /// Notes that a delivery may need an interrupt.
-    #[inline]
-    fn note(&mut self, port: &InterfacePort, queue: usize) {
-        let place = (port.member.port, queue);
-        let coalesces = port.interface.coalesce().is_some_and(Coalesce::coalesces);
-        if coalesces && !self.delivered.contains(&place) {
-            self.delivered.push(place);
-        }
-    }
-
-    fn end(&mut self, setup: &Setup) {
-        for (id, queue) in self.delivered.drain(..) {
-            let Some(guest) = setup.interface(id).and_then(|port| port.interface.coalesce()) else {
-                continue;
-            };
-            let known = self.checks.iter().any(|check| (check.0, check.1) == (id, queue));
-            if guest.end_of_coalescing(queue) && !known {
-                self.checks.push_back((id, queue, Instant::now() + CHECK_AFTER));
-            }
-        }
-    }
-
-    fn check(&mut self, setup: &Setup, now: Instant) {
-        while let Some(&(id, queue, at)) = self.checks.front() {
-            if at > now {
-                break;
-            }
-            self.checks.pop_front();
-            if let Some(guest) = setup.interface(id).and_then(|port| port.interface.coalesce()) {
-                guest.check(queue);
-            }
-        }
-    }
-
-    #[inline]
-    fn time_to_check(&self) -> Option<Duration> {
-        let (_, _, at) = self.checks.front()?;
-        Some(at.saturating_duration_since(Instant::now()))
+        self.pending.end(&self.setup, true);
+        self.pending.check(&self.setup, Instant::now() + CHECK_AFTER_MAX);
     }
 }

@@ -14,6 +14,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use super::arrival::Prediction;
 use super::mode::{Drive, Driver};
 use super::setup::Feed;
 use super::share::{Grant, Share};
@@ -36,6 +37,8 @@ pub(super) struct Served {
     pub(super) share: Option<Share>,
     /// True while a rate limit is reached: frames may be waiting, but need no look.
     pub(super) limited: bool,
+    /// Whom the source's next frames are for.
+    pub(super) prediction: Prediction,
 }
 
 impl Served {
@@ -55,6 +58,7 @@ impl Served {
             driver: Driver::new(drive, queue, now),
             share: None,
             limited: false,
+            prediction: Prediction::default(),
         }
     }
 

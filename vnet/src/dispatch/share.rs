@@ -6,7 +6,8 @@
 //! frames are expensive gets no more of the dispatcher than its neighbours, and weights divide a busy dispatcher.
 //!
 //! Rate limits are token buckets that all queues of an interface share. Frames above the rate wait in the guest's ring: the guest
-//! sees a slow network, and nothing is dropped.
+//! sees a slow network, and nothing is dropped. So do all frames of a guest that invents source addresses faster than its learning
+//! limit: each such frame takes the slow path, through the lock of all learned addresses.
 //!
 //! [`Batch::cost`]: crate::frame::Batch::cost
 
@@ -18,6 +19,9 @@ use crate::frame::{Batch, COST_MAX, COST_MIN, FRAME_MAX, Frame};
 
 /// Largest and default weight: a full quantum per turn.
 pub const WEIGHT_MAX: u32 = 100;
+/// Default learning limit. A guest that bridges a thousand containers has a tenth of a second's worth of addresses; the slow path
+/// of so many frames takes some percent of a core.
+pub const LEARNING_PER_S: u32 = 10_000;
 /// Depth of the buckets in nanoseconds at the limit's rate; at least one frame.
 const DEPTH_NS: u64 = 10_000_000;
 const NS_PER_S: u64 = 1_000_000_000;
@@ -31,11 +35,13 @@ pub struct ShareSettings {
     pub rate_limit: u32,
     /// Maximum rate from the guest in frames per second; 0: no limit.
     pub frame_limit: u32,
+    /// Maximum rate of source addresses from the guest that are not known at its port, per second; 0: no limit.
+    pub learning_limit: u32,
 }
 
 impl Default for ShareSettings {
     fn default() -> ShareSettings {
-        ShareSettings { weight: WEIGHT_MAX, rate_limit: 0, frame_limit: 0 }
+        ShareSettings { weight: WEIGHT_MAX, rate_limit: 0, frame_limit: 0, learning_limit: LEARNING_PER_S }
     }
 }
 
@@ -91,11 +97,13 @@ pub(super) struct Limits {
     epoch: Instant,
     bytes: Bucket,
     frames: Bucket,
+    sources: Bucket,
 }
 
 impl Default for Limits {
     fn default() -> Limits {
-        Limits { epoch: Instant::now(), bytes: Bucket::default(), frames: Bucket::default() }
+        let [bytes, frames, sources] = Default::default();
+        Limits { epoch: Instant::now(), bytes, frames, sources }
     }
 }
 
@@ -131,9 +139,7 @@ impl Share {
     /// Grants the next turn, at `now`.
     #[inline]
     pub(super) fn grant(&mut self, now: Instant) -> Grant {
-        if self.settings.is_limited()
-            && let Some(at) = self.waits_until(now)
-        {
+        if let Some(at) = self.waits_until(now) {
             return Grant::At(at);
         }
         let quantum = (COST_MAX * u64::from(self.settings.weight) / u64::from(WEIGHT_MAX)) as i64;
@@ -155,11 +161,32 @@ impl Share {
         }
     }
 
-    /// Time at which a rate limit admits the next frame; `None`: now.
+    /// Charges source addresses that were not known at the port.
+    #[inline]
+    pub(super) fn charge_sources(&mut self, new: u64, now: Instant) {
+        let cost_ns = (new * NS_PER_S).checked_div(u64::from(self.settings.learning_limit));
+        if new > 0
+            && let Some(cost_ns) = cost_ns
+        {
+            self.limits.sources.take(self.limits.now_ns(now), cost_ns);
+        }
+    }
+
+    /// Time at which the limits admit the next frame; `None`: now.
+    #[inline]
     fn waits_until(&self, now: Instant) -> Option<Instant> {
         let limits = &*self.limits;
-        let (now_ns, [bytes_depth, frames_depth]) = (limits.now_ns(now), self.settings.depths_ns());
-        let wait = limits.bytes.wait_ns(now_ns, bytes_depth).max(limits.frames.wait_ns(now_ns, frames_depth));
+        let now_ns = limits.now_ns(now);
+        let mut wait = match self.settings.learning_limit {
+            0 => 0,
+            _ => limits.sources.wait_ns(now_ns, DEPTH_NS),
+        };
+        if self.settings.is_limited() {
+            let [bytes_depth, frames_depth] = self.settings.depths_ns();
+            let of_both =
+                limits.bytes.wait_ns(now_ns, bytes_depth).max(limits.frames.wait_ns(now_ns, frames_depth));
+            wait = wait.max(of_both);
+        }
         (wait > 0).then(|| now + Duration::from_nanos(wait))
     }
 
@@ -332,6 +359,24 @@ mod tests {
         run(&mut slow, 10);
         // 125 kB per second are two super-frames.
         assert!((18..=22).contains(&slow.frames), "{}", slow.frames);
+    }
+
+    #[test]
+    fn who_invents_source_addresses_waits() {
+        let settings = ShareSettings { learning_limit: 1_000, ..weight(100) };
+        let mut guest = Guest::new(settings, (0..6_000).map(|_| cheap(60)).collect());
+        let start = Instant::now();
+        let mut now = start;
+        while now < start + Duration::from_secs(4) {
+            let before = guest.frames;
+            now = guest.turn(now).1.unwrap_or(now);
+            guest.share.charge_sources((guest.frames - before) as u64, now);
+        }
+        assert!((4_000..4_100).contains(&guest.frames), "{}", guest.frames);
+        // Frames from known addresses are not limited.
+        let mut ordinary = Guest::new(settings, (0..6_000).map(|_| cheap(60)).collect());
+        (0..100).for_each(|_| _ = ordinary.turn(start));
+        assert_eq!(ordinary.frames, 6_000);
     }
 
     #[test]

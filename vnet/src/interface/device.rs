@@ -159,6 +159,12 @@ pub(super) fn silence(device: &str) -> io::Result<()> {
     }
 }
 
+/// Lets the host's network stack forward packets from a device of the calling thread's namespace. The kernel tells programs the next
+/// hop of such packets only (`bpf_fib_lookup`).
+pub(super) fn forward(device: &str) -> io::Result<()> {
+    std::fs::write(format!("/proc/sys/net/ipv4/conf/{device}/forwarding"), "1")
+}
+
 /// Keeps the host's network stack away from a device of the calling thread's namespace for as long as no program takes its
 /// frames: the stack does not answer ARP on the device, forwards nothing, and takes no packets from foreign sources.
 pub(super) fn isolate(device: &str) -> io::Result<()> {

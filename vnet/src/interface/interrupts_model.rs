@@ -98,6 +98,8 @@ struct DeviceSide<'a> {
     coalescing: Coalescing,
     stats: &'a InterruptStats,
     clock: Instant,
+    /// Data is announced when it arrives, not only when it is routed.
+    arrivals: bool,
     next: Next,
     given: usize,
     checks: bool,
@@ -105,6 +107,9 @@ struct DeviceSide<'a> {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Next {
+    /// Data has arrived: announces the frame before it is received.
+    Arrival,
+    /// The frame is routed: announces it before the copy if it has not been announced.
     Early,
     Give,
     EndOrMore,
@@ -112,17 +117,27 @@ enum Next {
 }
 
 impl DeviceSide<'_> {
-    /// Takes the next step. `more`: another batch follows before the end of coalescing.
+    /// Announces a frame.
+    fn announce(&mut self, guest: &mut Guest) {
+        if self.ring.caught_up() {
+            self.ring.settle();
+            self.coalescing.reacted();
+        }
+        let waits = self.ring.would_wait();
+        guest.interrupts += u32::from(self.coalescing.before(FRAME, waits, self.clock, self.stats));
+    }
+
+    /// Takes the next step. `more`: at an arrival, the data turns out to be for somebody else; after a frame, another batch follows
+    /// before the end of coalescing; before a check, the dispatcher first looks whether the guest has reacted.
     fn step(&mut self, guest: &mut Guest, more: bool) {
         self.clock += Duration::from_micros(1);
         self.next = match self.next {
+            Next::Arrival => {
+                self.announce(guest);
+                if more { Next::EndOrMore } else { Next::Early }
+            }
             Next::Early => {
-                if self.ring.caught_up() {
-                    self.ring.settle();
-                    self.coalescing.caught_up();
-                }
-                let waits = self.ring.would_wait();
-                guest.interrupts += u32::from(self.coalescing.before(FRAME, waits, self.clock, self.stats));
+                self.announce(guest);
                 Next::Give
             }
             Next::Give => {
@@ -134,37 +149,52 @@ impl DeviceSide<'_> {
                 Next::EndOrMore
             }
             Next::EndOrMore if more => {
-                self.next = Next::Early;
+                self.next = if self.arrivals { Next::Arrival } else { Next::Early };
                 return self.step(guest, false);
             }
             Next::EndOrMore => match self.coalescing.end(self.ring.waits(), self.clock, self.stats) {
-                EndDecision::Withhold => {
+                EndDecision::Withhold(_) => {
                     self.checks = true;
                     Next::Check
                 }
                 decision => {
                     self.ring.settle();
                     guest.interrupts += u32::from(decision == EndDecision::Inject);
-                    Next::Early
+                    self.first()
                 }
             },
+            Next::Check if more => {
+                if self.ring.waits() {
+                    return;
+                }
+                self.ring.settle();
+                self.coalescing.reacted();
+                self.checks = false;
+                self.first()
+            }
             Next::Check => {
                 let waits = self.ring.waits();
                 self.ring.settle();
-                guest.interrupts += u32::from(self.coalescing.check(waits, self.stats));
+                let exact = self.ring.has_event_index();
+                guest.interrupts += u32::from(self.coalescing.check(waits, exact, self.stats));
                 self.checks = false;
-                Next::Early
+                self.first()
             }
         };
     }
 
+    /// The step with which a frame begins.
+    fn first(&self) -> Next {
+        if self.arrivals { Next::Arrival } else { Next::Early }
+    }
+
     /// Takes only the steps that are still pending, because the traffic has stopped.
     fn finish(&mut self, guest: &mut Guest) {
-        if self.next == Next::Give {
+        if matches!(self.next, Next::Early | Next::Give) {
             // The frame was announced by an early interrupt, then dropped before delivery.
             self.next = Next::EndOrMore;
         }
-        while self.next != Next::Early {
+        while self.next != self.first() {
             self.step(guest, false);
         }
         assert!(!self.checks);
@@ -189,16 +219,18 @@ const STEPS: u32 = 13;
 struct Interleaving {
     event_idx: bool,
     settings: InterruptSettings,
+    /// Data is announced when it arrives.
+    arrivals: bool,
     /// Bit i: the device takes step i if set, else the guest.
     order: u32,
-    /// Bit i: if the device ends a batch in step i, another batch follows without an end of coalescing.
+    /// Bit i: in step i the device takes the rarer way, see [`DeviceSide::step`].
     more: u32,
     /// The guest runs until it sleeps, before the device takes its last steps.
     guest_first: bool,
 }
 
 fn run(memory: &MockMemory, case: &Interleaving) {
-    let Interleaving { event_idx, settings, order, more, guest_first } = *case;
+    let Interleaving { event_idx, settings, arrivals, order, more, guest_first } = *case;
     let stats = InterruptStats::default();
     let mut mock = MockRing::new(memory, GUEST_BASE, SIZE, 0);
     mock.set_used_event(memory, 0);
@@ -216,8 +248,8 @@ fn run(memory: &MockMemory, case: &Interleaving) {
     guest.run(memory);
     let coalescing = Coalescing::new(settings);
     let (clock, stats) = (Instant::now(), &stats);
-    let mut device =
-        DeviceSide { ring, coalescing, stats, clock, next: Next::Early, given: 1, checks: false };
+    let next = if arrivals { Next::Arrival } else { Next::Early };
+    let mut device = DeviceSide { ring, coalescing, stats, clock, arrivals, next, given: 1, checks: false };
     for step in 0..STEPS {
         if order >> step & 1 == 0 {
             guest.step(memory);
@@ -239,12 +271,14 @@ fn run(memory: &MockMemory, case: &Interleaving) {
 fn no_frame_is_left_wherever_the_traffic_stops() {
     let memory = MockMemory::new(0x4000);
     let densities = [COLD, RIGHT, HOT];
-    for (event_idx, all) in [(true, true), (true, false), (false, true), (false, false)] {
+    let cases = (0..8).map(|bits| (bits & 1 != 0, bits & 2 != 0, bits & 4 != 0));
+    for (event_idx, all, arrivals) in cases {
         for settings in densities.map(|density| optimistic(density, all)) {
             for order in 0..1 << STEPS {
-                // Consecutive batches: never, always, or sometimes.
+                // The rarer way: never, always, or sometimes.
                 let more = [0, u32::MAX, 0x0f0f][order as usize % 3];
-                run(&memory, &Interleaving { event_idx, settings, order, more, guest_first: order % 2 == 0 });
+                let guest_first = order % 2 == 0;
+                run(&memory, &Interleaving { event_idx, settings, arrivals, order, more, guest_first });
             }
         }
     }
@@ -279,8 +313,9 @@ mod weak_memory {
         }
     }
 
-    /// Delivers two frames, each with or without an early interrupt, and covers every decision.
-    fn deliver_two(density: (u64, u64), all: bool) {
+    /// Delivers two frames, each with or without an early interrupt, before its receive or before its copy, and covers every
+    /// decision.
+    fn deliver_two(density: (u64, u64), all: bool, arrivals: bool) {
         const FRAMES: u16 = 2;
         let mut builder = loom::model::Builder::new();
         builder.preemption_bound = Some(3);
@@ -316,18 +351,25 @@ mod weak_memory {
             let stats = InterruptStats::default();
             let (mut coalescing, mut settled) = (Coalescing::new(optimistic(density, all)), 0);
             let now = Instant::now();
-            for n in 1..=FRAMES {
-                let waits = ring.used_event.load(Ordering::Relaxed) == n - 1;
+            let announce = |coalescing: &mut Coalescing, shown: u16| {
+                let waits = ring.used_event.load(Ordering::Relaxed) == shown;
                 if coalescing.before(FRAME, waits, now, &stats) {
                     ring.call();
                 }
+            };
+            for n in 1..=FRAMES {
+                if arrivals {
+                    announce(&mut coalescing, n - 1);
+                }
+                announce(&mut coalescing, n - 1);
                 ring.used.store(n, Ordering::Release);
                 coalescing.gave(FRAME);
                 match coalescing.end(ring.waits(settled), now + Duration::from_micros(1), &stats) {
                     // Only the last frame must be checked: delivering the second may replace the first one's check.
-                    EndDecision::Withhold if n < FRAMES => continue,
-                    EndDecision::Withhold => {
-                        if coalescing.check(ring.waits(settled), &stats) {
+                    EndDecision::Withhold(_) if n < FRAMES => continue,
+                    EndDecision::Withhold(_) => {
+                        // The check is dropped once the guest has reacted.
+                        if ring.waits(settled) && coalescing.check(ring.waits(settled), true, &stats) {
                             ring.call();
                         }
                     }
@@ -343,9 +385,11 @@ mod weak_memory {
     #[test]
     fn no_notification_is_lost_in_any_order() {
         alone("interface::interrupts::model::weak_memory::no_notification_is_lost_in_any_order", || {
-            [COLD, RIGHT, HOT]
-                .into_iter()
-                .for_each(|density| [true, false].into_iter().for_each(|all| deliver_two(density, all)));
+            [COLD, RIGHT, HOT].into_iter().for_each(|density| {
+                for (all, arrivals) in [(true, true), (true, false), (false, false)] {
+                    deliver_two(density, all, arrivals);
+                }
+            });
         });
     }
 }

@@ -28,6 +28,7 @@ pub mod wire;
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
+use std::time::Duration;
 
 use self::device::OnDevice;
 use self::interrupts::InterruptSettings;
@@ -96,6 +97,11 @@ pub trait Interface: Send + Sync {
     /// State of the guest or device.
     fn state(&self) -> State;
 
+    /// True if the guest was stopped here at the end of a live migration, until a guest starts here again.
+    fn has_departed(&self) -> bool {
+        false
+    }
+
     /// Mistakes that lose frames although the interface may be up, for the administrator. One short sentence each.
     fn notes(&self) -> Vec<String> {
         vec![]
@@ -145,7 +151,7 @@ pub enum LeadsTo {
     Outside,
 }
 
-/// Optimistic interrupts: notifies a guest of delivered frames early (VNET/P+ section IV.A).
+/// Optimistic interrupts: notifies a guest of its frames early (VNET/P+ section IV.A).
 pub trait Coalesce {
     /// Sets the interrupt mode and thresholds from now on.
     fn set_interrupts(&self, settings: InterruptSettings);
@@ -154,9 +160,17 @@ pub trait Coalesce {
     /// call for every queue it has delivered to. Check this after delivering.
     fn coalesces(&self) -> bool;
 
-    /// Ends coalescing on `queue`, because the source is drained. Returns true if the dispatcher must call
-    /// [`check`](Coalesce::check) within [`CHECK_AFTER`](interrupts::CHECK_AFTER).
-    fn end_of_coalescing(&self, queue: usize) -> bool;
+    /// Notifies the guest, if it is idle, of about `bytes` bytes that have arrived for `queue` and are not received yet. Returns
+    /// true if it was notified. The dispatcher must then call [`end_of_coalescing`](Coalesce::end_of_coalescing), even if no frame
+    /// follows.
+    fn announce(&self, queue: usize, bytes: u64) -> bool;
+
+    /// Ends coalescing on `queue`, because the source is drained. Returns the time after which the dispatcher must call
+    /// [`check`](Coalesce::check), unless the guest [has reacted](Coalesce::has_reacted) before.
+    fn end_of_coalescing(&self, queue: usize) -> Option<Duration>;
+
+    /// True if the guest has made progress since frames were delivered on `queue`, and needs no notification of them.
+    fn has_reacted(&self, queue: usize) -> bool;
 
     /// Notifies the guest of frames delivered on `queue` if it still waits for a notification.
     fn check(&self, queue: usize);

@@ -84,7 +84,7 @@ impl AsFd for Process {
 }
 
 /// Device and inode of a namespace's file. They are unique while a socket or device keeps the namespace alive.
-pub(super) type NamespaceId = (u64, u64);
+pub type NamespaceId = (u64, u64);
 
 /// Error for a namespace that does not exist or may not be entered.
 #[derive(Debug)]
@@ -137,10 +137,10 @@ impl NetnsError {
 
 impl Netns {
     /// Runs `open` in this namespace, on a short-lived thread that enters it. Returns the namespace's identity with the result.
-    pub(super) fn run<T: Send>(
-        &self,
-        open: impl FnOnce() -> T + Send,
-    ) -> Result<(NamespaceId, T), NetnsError> {
+    ///
+    /// # Errors
+    /// The namespace does not exist, or may not be entered.
+    pub fn run<T: Send>(&self, open: impl FnOnce() -> T + Send) -> Result<(NamespaceId, T), NetnsError> {
         let fail = |error| NetnsError { netns: self.clone(), error };
         let file = self.open()?;
         let id = file.metadata().map(|meta| identity_of(&meta)).map_err(fail)?;
@@ -205,7 +205,7 @@ impl Netns {
     }
 
     /// Identity of the namespace that the name refers to now.
-    pub(super) fn identity(&self) -> Option<NamespaceId> {
+    pub fn identity(&self) -> Option<NamespaceId> {
         std::fs::metadata(self.file()).ok().map(|meta| identity_of(&meta))
     }
 

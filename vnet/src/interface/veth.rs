@@ -37,10 +37,10 @@ use crate::source::Source;
 use crate::stats::PortStats;
 use crate::wire::ethernet::Mac;
 
-/// Maximum length in bytes of a super-frame that the container's kernel gives the device, so that the wire's headers fit into the same
-/// IP packet (`SUPER_FRAME_MAX` in programs/shared.h, 65 499). TCP's frames stay at least 99 bytes below this limit, by Linux's
-/// `MAX_TCP_HEADER`; messages of UDP that a program has segmented by the kernel are as long as the program makes them, and the
-/// kernel segments those beyond the limit before the device.
+/// Maximum length in bytes of a super-frame that the container's kernel gives the device: less than `SUPER_FRAME_MAX`
+/// (programs/shared.h), so that the wire's headers fit into the same IP packet, and enough for 46 segments of 1 400 bytes. TCP's
+/// frames stay below it by Linux's `MAX_TCP_HEADER`. Messages of UDP that a program has segmented by the kernel are as long as the
+/// program makes them; the kernel segments longer ones before the device.
 const GSO_MAX_SIZE: u32 = 65_080;
 /// Beginning of the names of hosts' ends.
 const HOST_END: &str = "vnet-";

@@ -78,6 +78,8 @@ impl Wire {
         let wire = Wire { file, device: (DEVICE.into(), index), tap: (TAP.into(), sight.index as u32) };
         device::silence(DEVICE).map_err(|error| fail("disable IPv6 on", error))?;
         device::isolate(DEVICE).map_err(|error| fail("isolate", error))?;
+        // Only vnetd's trials enter by the TAP, and a program takes them.
+        device::forward(TAP).map_err(|error| fail("allow look-ups of routes for the TAP of", error))?;
         Ok(wire)
     }
 

@@ -226,6 +226,26 @@ pub struct Moved {
     pub frozen: bool,
 }
 
+/// What [`Learned::meet`] found.
+pub(super) struct Met {
+    /// Port of the destination.
+    pub(super) port: Option<PortId>,
+    /// Lease of what was learned and found.
+    pub(super) lease: Lease,
+    /// True when the source was not known at its port.
+    pub(super) is_new: bool,
+}
+
+/// What a claim did.
+struct Noted {
+    /// Time until which repeating the claim would change nothing, as long as the bucket's version stays the same.
+    until_ms: u64,
+    /// True when the bucket's version must advance.
+    changed: bool,
+    /// True when the address was not known at this port.
+    is_new: bool,
+}
+
 /// Maximum number of addresses of one port in one network, by kind of port, and of all links together.
 #[derive(Clone, Copy)]
 struct Limits {
@@ -315,40 +335,41 @@ impl Learned {
         (hash as usize & (BUCKETS - 1)) as u16
     }
 
-    /// Learns `claim`, then looks up `dst`. Returns the port of `dst` and the lease of both results.
+    /// Learns `claim`, then looks up `dst`.
     pub(super) fn meet(
         &self,
         network: NetworkId,
         claim: Option<Claim>,
         dst: Option<Mac>,
         now_ms: u64,
-    ) -> (Option<PortId>, Lease) {
-        let mut lease = Lease::FOREVER;
+    ) -> Met {
+        let mut met = Met { port: None, lease: Lease::FOREVER, is_new: false };
         if claim.is_none() && dst.is_none() {
-            return (None, lease);
+            return met;
         }
+        let lease = &mut met.lease;
         let mut book = self.book.lock();
         if let Some(claim) = claim {
             let bucket = self.bucket(network, claim.mac);
-            let (until_ms, changed) = book.learn(network, claim);
-            if changed {
+            let heard = book.learn(network, claim);
+            if heard.changed {
                 self.versions.advance(bucket);
             }
-            lease.until_ms = until_ms;
+            met.is_new = heard.is_new;
+            lease.until_ms = heard.until_ms;
             lease.buckets[0] = bucket;
             lease.versions[0] = self.versions.get(bucket);
         }
-        let mut port = None;
         if let Some(dst) = dst {
             let bucket = self.bucket(network, dst);
             lease.buckets[1] = bucket;
             lease.versions[1] = self.versions.get(bucket);
             if let Some(address) = book.known(network, dst, now_ms) {
-                port = Some(address.last.port);
+                met.port = Some(address.last.port);
                 lease.until_ms = lease.until_ms.min(address.last.expires_ms);
             }
         }
-        (port, lease)
+        met
     }
 
     /// Reports that an address configured on an interface was heard from another port: counts it, keeps it for control, and logs it
@@ -455,10 +476,10 @@ impl Book {
         address.is_alive(now_ms).then_some(address)
     }
 
-    /// Learns a claim. Returns two values: the time until which repeating the claim would change nothing, as long as the bucket's
-    /// version stays the same, and whether the version must advance.
-    fn learn(&mut self, network: NetworkId, claim: Claim) -> (u64, bool) {
+    /// Learns a claim.
+    fn learn(&mut self, network: NetworkId, claim: Claim) -> Noted {
         let heard = claim.heard;
+        let noted = |until_ms, changed, is_new| Noted { until_ms, changed, is_new };
         let refresh_ms = |heard: &Heard| heard.expires_ms.min(heard.at_ms + REFRESH_MS);
         let mut known = self.addresses.find(network, claim.mac);
         if let Some(at) = known.filter(|&at| !self.addresses.get(at).is_alive(heard.at_ms)) {
@@ -467,30 +488,30 @@ impl Book {
         }
         let Some(at) = known else {
             if !self.has_room(network, &heard) {
-                return (heard.at_ms + REFUSED_MS, false);
+                return noted(heard.at_ms + REFUSED_MS, false, true);
             }
             self.addresses.insert(network, claim.mac, heard);
             self.at_links += u32::from(heard.kind == PortKind::Link);
-            return (refresh_ms(&heard), true);
+            return noted(refresh_ms(&heard), true, true);
         };
         let address = *self.addresses.get(at);
         if address.last.port == heard.port {
             if heard.at_ms < refresh_ms(&address.last) {
-                return (refresh_ms(&address.last), false);
+                return noted(refresh_ms(&address.last), false, false);
             }
             self.addresses.hear(at, heard);
-            return (refresh_ms(&heard), false);
+            return noted(refresh_ms(&heard), false, false);
         }
         if address.is_frozen(heard.at_ms) {
-            return (address.frozen_until_ms.min(address.last.expires_ms), false);
+            return noted(address.frozen_until_ms.min(address.last.expires_ms), false, false);
         }
         if !self.has_room(network, &heard) {
             // The address has left its old port, and its new port's share is full: its frames are flooded.
             self.remove(at);
-            return (heard.at_ms + REFUSED_MS, true);
+            return noted(heard.at_ms + REFUSED_MS, true, true);
         }
         self.move_to(at, heard);
-        (refresh_ms(&heard), true)
+        noted(refresh_ms(&heard), true, true)
     }
 
     /// Moves an address to the port where it was heard, and freezes it when it has moved too often.

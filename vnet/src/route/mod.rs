@@ -134,6 +134,11 @@ impl Router {
         self.misses
     }
 
+    /// Number of frames from source addresses that were not known at their port: learned, moved there, or refused.
+    pub fn new_sources(&self) -> u64 {
+        self.scratch.new_sources
+    }
+
     /// The cached decision for `flow`, if it is valid. Does not change the cache.
     pub fn cached(&self, flow: &Flow, now_ms: u64) -> Option<Result<Vec<PortId>, DropReason>> {
         match self.cache.get(flow, now_ms, &self.learned.versions)? {
@@ -243,6 +248,8 @@ struct Scratch {
     found: Vec<u32>,
     /// Destinations of these rules.
     list: Vec<PortId>,
+    /// Frames from addresses that were not known at their port.
+    new_sources: u64,
 }
 
 impl Scratch {
@@ -260,13 +267,19 @@ impl Scratch {
         let (mut known, mut lease) = (None, Lease::FOREVER);
         if here.network.learning {
             let claim = claim(table, here, flow, now_ms);
+            // A guest that migrates has an interface on both hosts; the store says which one it is at.
+            let home = table.pinned(flow.network, flow.src);
             let owner = table.configured(flow.network, flow.src).filter(|port| *port != flow.from);
-            if let (None, Some(at)) = (claim, owner) {
+            if let (None, Some(at)) = (claim, owner)
+                && home != Some(flow.from)
+            {
                 let (network, mac, also) = (flow.network, flow.src, flow.from);
                 learned.duplicate(Conflict { network, mac, at, also, seen_ms: now_ms });
             }
             let wanted = !ruled && pinned.is_none() && flow.dst.is_unicast();
-            (known, lease) = learned.meet(flow.network, claim, wanted.then_some(flow.dst), now_ms);
+            let met = learned.meet(flow.network, claim, wanted.then_some(flow.dst), now_ms);
+            (known, lease) = (met.port, met.lease);
+            self.new_sources += u64::from(met.is_new);
         }
         let verdict = if ruled {
             self.by_rules(table, flow)

@@ -26,6 +26,8 @@ pub struct Published {
     pub neighbours: Arc<HashMap<(NetworkId, IpAddr), Mac>>,
     /// Links to hosts that this one relays for: exempt from split horizon (the spokes of RFC 4762, section 10).
     pub spokes: HashSet<PortId>,
+    /// Stations that have migrated from this host: frames for them are forwarded from link to link, past split horizon.
+    pub forwarded: HashSet<(NetworkId, Mac)>,
     /// Networks in which this host is configured to relay between all of its links.
     pub relayed: HashSet<NetworkId>,
 }

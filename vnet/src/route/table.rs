@@ -325,7 +325,10 @@ impl Table {
     ) -> Result<PortId, DropReason> {
         let to = self.port(port);
         let behind = to.is_some_and(|to| self.is_horizon(here.network, to));
-        if port == flow.from || (behind && self.is_horizon(here.network, here.port)) {
+        let split = behind
+            && self.is_horizon(here.network, here.port)
+            && !self.published.forwarded.contains(&(flow.network, flow.dst));
+        if port == flow.from || split {
             Err(DropReason::Hairpin)
         } else if !here.port.counts_hops && to.is_some_and(|to| to.kind == PortKind::Link) {
             Err(DropReason::HopLimit)
@@ -569,6 +572,21 @@ mod tests {
             for to in 0..5u16 {
                 assert_eq!(table.toward(&here, &flow, PortId(to)).is_ok(), allowed(&to), "{from} to {to}");
             }
+        }
+    }
+
+    /// Frames for a station that has migrated from here are forwarded from link to link; others are not.
+    #[test]
+    fn frames_follow_a_station_that_has_migrated() {
+        let kinds = [PortKind::Link, PortKind::Link, PortKind::Interface];
+        let members: Vec<Member> = kinds.iter().enumerate().map(|(i, &k)| member(i as u16, k)).collect();
+        let forwarded = [(NetworkId::DEFAULT, mac(2))].into();
+        let published = Arc::new(Published { forwarded, ..Published::default() });
+        let table = Table::build_published(vec![], &[network(true)], &members, published);
+        for (dst, to, allowed) in [(2, 1, true), (3, 1, false), (2, 0, false), (2, 2, true)] {
+            let flow = Flow { network: NetworkId::DEFAULT, src: mac(1), dst: mac(dst), from: PortId(0) };
+            let here = table.admit(&flow).unwrap();
+            assert_eq!(table.toward(&here, &flow, PortId(to)).is_ok(), allowed, "{dst} to {to}");
         }
     }
 }

@@ -234,6 +234,9 @@ fn a_guest_fills_its_own_share_only() {
     let stats = router.learned.stats();
     assert_eq!(stats.entries, u64::from(INTERFACE_ADDRESSES_MAX) + 1);
     assert_eq!(stats.refused, 500);
+    assert_eq!(router.new_sources(), u64::from(flood) + 1);
+    router.route(&flow(HOST, mac(1), mac(2)), 20);
+    assert_eq!(router.new_sources(), u64::from(flood) + 1, "a known one in a new flow");
     // A refused address is tried again after a while, not with every frame.
     for (now, refused) in [(11, 500), (109, 500), (110, 501), (209, 501)] {
         router.route(&flow(HOST, mac(flood - 1), Mac::BROADCAST), now);

@@ -116,6 +116,10 @@ impl Counter {
 pub struct InterruptStats {
     /// Early interrupts: notifications before frames were copied. Part of [`PortStats::notifications`].
     pub early: Counter,
+    /// Part of `early` sent when data arrived, before it was received.
+    pub early_at_arrival: Counter,
+    /// Part of `early_at_arrival` after which no frame came for the guest: the prediction was wrong.
+    pub early_mispredicted: Counter,
     /// Early interrupts suppressed because the guest had notifications off.
     pub early_discarded: Counter,
     /// Premature early interrupts: the guest looked before its frames arrived and went back to waiting, so it had to be

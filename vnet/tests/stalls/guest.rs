@@ -141,13 +141,23 @@ impl Ring {
 
     /// Sleeps until it is notified, or for `time`.
     fn sleep(&self, time: Duration) {
-        // SAFETY: the event stays open as long as `self`.
-        let fd = unsafe { BorrowedFd::borrow_raw(self.call.as_raw_fd()) };
-        let time = Timespec { tv_sec: time.as_secs() as i64, tv_nsec: i64::from(time.subsec_nanos()) };
-        poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&time)).unwrap();
+        wait_readable(&self.call, time);
         // Not readable if the time has expired; the caller checks the clock.
         let _ = self.call.read();
     }
+}
+
+/// Waits until `event` is readable, at most for `time`. Returns true if it is.
+fn wait_readable(event: &EventFd, time: Duration) -> bool {
+    // SAFETY: the event stays open as long as the reference.
+    let fd = unsafe { BorrowedFd::borrow_raw(event.as_raw_fd()) };
+    let time = Timespec { tv_sec: time.as_secs() as i64, tv_nsec: i64::from(time.subsec_nanos()) };
+    poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&time)).unwrap() == 1
+}
+
+/// True if `event` is readable.
+pub fn is_readable(event: &EventFd) -> bool {
+    wait_readable(event, Duration::ZERO)
 }
 
 /// A guest with one pair of queues.
@@ -207,6 +217,17 @@ impl Guest {
         let mut guest = Guest { rings, free: (0..SIZE).collect(), _frontend: frontend, memory };
         (0..SIZE).for_each(|chain| guest.rings[RECEIVE].offer(&guest.memory, chain));
         guest
+    }
+
+    /// The descriptor by which the device notifies the guest of received frames.
+    pub fn call(&self) -> EventFd {
+        self.rings[RECEIVE].call.try_clone().unwrap()
+    }
+
+    /// Goes to sleep with no notification left over. Returns false if a frame has arrived already.
+    pub fn sleeps(&self) -> bool {
+        let _ = self.rings[RECEIVE].call.read();
+        self.rings[RECEIVE].arm(&self.memory)
     }
 
     /// Sends one frame that carries `number`.

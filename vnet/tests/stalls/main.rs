@@ -8,6 +8,7 @@
 //!
 //! `VNET_STALL_FRAMES=10000000 cargo test --release --test stalls` sends that many frames (ten minutes to an hour).
 
+mod arrival;
 #[path = "../common/mod.rs"]
 mod common;
 mod guest;
@@ -206,19 +207,22 @@ fn no_single_frame_stalls(settings: Settings, seed: u64) {
     assert_eq!(stalls, 0, "{settings:?}: stalled frames");
     let interrupts = &one.stats.interrupts;
     println!(
-        "{settings:?}: {} frames, {} notifications, {} kicks, {} switches, early {} (discarded {}, premature {}), \
-         at the end {} (withheld {})",
+        "{settings:?}: {} frames, {} notifications, {} kicks, {} switches, early {} (at arrival {}, mispredicted {}, \
+         discarded {}, premature {}), at the end {} (withheld {})",
         2 * rounds,
         one.stats.notifications.get(),
         one.stats.kicks.get(),
         one.gauge.switches.get(),
         interrupts.early.get(),
+        interrupts.early_at_arrival.get(),
+        interrupts.early_mispredicted.get(),
         interrupts.early_discarded.get(),
         interrupts.early_premature.get(),
         interrupts.coalesced_injected.get(),
         interrupts.coalesced_withheld.get(),
     );
     assert_eq!(interrupts.early.get() > 0, settings.interrupts == Interrupts::Optimistic);
+    assert_eq!(interrupts.early_at_arrival.get() > 0, settings.interrupts == Interrupts::Optimistic);
     if settings.densities == WITHHELD {
         assert!(interrupts.coalesced_withheld.get() > 0);
     }

@@ -31,7 +31,7 @@ const FRAME_WAY: [&str; 5] = ["source.rs", "interface", "dispatch", "link", "ker
 const LONG_FUNCTIONS: [(&str, &str, &str); 0] = [];
 
 /// The rooms of the data plane that each room may name. `wire` may name no room, `dispatch` all of them.
-const ROOMS: [(&str, &[&str]); 17] = [
+const ROOMS: [(&str, &[&str]); 18] = [
     ("wire", &[]),
     ("poll", &[]),
     ("stats", &[]),
@@ -41,16 +41,32 @@ const ROOMS: [(&str, &[&str]); 17] = [
     ("netlink", &[]),
     ("log_limit", &[]),
     ("listen", &[]),
+    ("threads", &[]),
     ("frame", &["wire", "scratch", "copy", "stats"]),
     ("source", &["frame", "poll", "wire"]),
     ("interface", &["source", "frame", "wire", "poll", "stats", "unix", "netlink", "copy", "log_limit"]),
     ("route", &["frame", "wire", "stats", "log_limit"]),
-    ("link", &["source", "frame", "wire", "poll", "stats", "netlink", "scratch", "log_limit", "listen"]),
+    (
+        "link",
+        &["source", "frame", "wire", "poll", "stats", "netlink", "scratch", "log_limit", "listen", "threads"],
+    ),
     ("capture", &["frame", "wire", "stats"]),
     ("kernel", &["frame", "wire", "stats", "listen"]),
     (
         "dispatch",
-        &["source", "frame", "wire", "poll", "stats", "interface", "route", "link", "capture", "kernel"],
+        &[
+            "source",
+            "frame",
+            "wire",
+            "poll",
+            "stats",
+            "interface",
+            "route",
+            "link",
+            "capture",
+            "kernel",
+            "threads",
+        ],
     ),
 ];
 

@@ -178,6 +178,7 @@ pub fn settings(spec: &OverlaySpec, declared: impl Iterator<Item = vnet::frame::
         behind_nat: spec.behind_nat,
         address: spec.address,
         networks,
+        forward_ms: u64::from(spec.forward_s) * 1000,
     }
 }
 

@@ -6,8 +6,9 @@
 use std::net::SocketAddr;
 
 use super::super::arrivals::Place;
-use super::super::channel::{CONTROL_MAX, Event, Form, KEPT_BYTES_MAX, Op, WAITING_BYTES_MAX, What};
+use super::super::channel::{CONTROL_MAX, Event, Form, Op, WAITING_BYTES_MAX, What};
 use super::super::endpoint::{Completion, Kind, Peer};
+use super::super::memory::Span;
 use super::super::status::Status;
 use super::super::wire::{Body, Credit, End, Header, Hello, Subject, Write, flags};
 use super::Engine;
@@ -33,12 +34,7 @@ struct Arrived<'a> {
 impl Engine {
     /// Processes a packet from `from`. `congestion`: the network marked the packet "congestion experienced".
     pub fn receive(&mut self, now: u64, from: SocketAddr, packet: &[u8], congestion: bool) {
-        self.now = now;
-        self.counters.packets_in += 1;
-        let Some((header, payload)) = Header::decode(packet) else {
-            self.counters.malformed += 1;
-            return;
-        };
+        let Some((header, payload)) = self.decode(now, packet) else { return };
         match header.body {
             Body::Hello(hello) => self.greeted(from, hello),
             Body::Welcome(hello) => self.welcomed(from, header.session, hello),
@@ -51,8 +47,25 @@ impl Engine {
                     self.fail_channel(number, Status::PeerRestarted);
                 }
             }
-            _ => self.take(from, &header, payload, congestion),
+            Body::Invite(invite) => self.take_invite(from, header.session, invite),
+            _ => match self.channel_of(header.session, from) {
+                Some(channel) => self.take(channel, &header, payload, None, congestion),
+                None => {
+                    self.counters.unknown += 1;
+                    if self.resets.len() < RESETS_MAX {
+                        self.resets.push_back((from, header.session));
+                    }
+                }
+            },
         }
+    }
+
+    pub(super) fn decode<'a>(&mut self, now: u64, packet: &'a [u8]) -> Option<(Header, &'a [u8])> {
+        self.now = now;
+        self.counters.packets_in += 1;
+        let decoded = Header::decode(packet);
+        self.counters.malformed += u64::from(decoded.is_none());
+        decoded
     }
 
     fn greeted(&mut self, from: SocketAddr, hello: Hello) {
@@ -103,20 +116,21 @@ impl Engine {
         self.make_ready(number);
     }
 
-    fn channel_of(&self, session: u32, from: SocketAddr) -> Option<u32> {
+    pub(super) fn channel_of(&self, session: u32, from: SocketAddr) -> Option<u32> {
         let number = self.channels.number_at(session as usize & 0xfff)?;
         let channel = self.channels.get(number)?;
         (channel.session == session && channel.address == from).then_some(number)
     }
 
-    fn take(&mut self, from: SocketAddr, header: &Header, payload: &[u8], congestion: bool) {
-        let Some(channel) = self.channel_of(header.session, from) else {
-            self.counters.unknown += 1;
-            if self.resets.len() < RESETS_MAX {
-                self.resets.push_back((from, header.session));
-            }
-            return;
-        };
+    /// Processes a packet of a channel. `placed`: the payload of a write or of pulled data, if it is not in `payload`.
+    pub(super) fn take(
+        &mut self,
+        channel: u32,
+        header: &Header,
+        payload: &[u8],
+        placed: Option<Span>,
+        congestion: bool,
+    ) {
         self.acknowledged(channel, header);
         self.make_ready(channel);
         let now = self.now;
@@ -135,14 +149,16 @@ impl Engine {
         };
         let kept = if header.body.carries_in_order() { payload } else { &[] };
         let cost = size_of::<Event>() + kept.len();
-        let has_room =
-            own.waiting_bytes + cost <= WAITING_BYTES_MAX && self.kept_bytes + cost <= KEPT_BYTES_MAX;
+        let has_room = own.waiting_bytes + cost <= WAITING_BYTES_MAX
+            && self.kept_bytes + cost <= self.config.kept_bytes_max;
         if matches!(place, Place::Ahead(_)) && may_wait(&header.body, header.flags) && !has_room {
             self.counters.no_memory += 1;
             return;
         }
-        let status = self.place_bytes(channel, &header.body, payload);
-        let len = payload.len();
+        // SAFETY: a slice is valid for the duration of this call, and `place_bytes` only reads from the span.
+        let placed = placed.unwrap_or(unsafe { Span::new(payload.as_ptr().cast_mut(), payload.len()) });
+        let status = self.place_bytes(channel, &header.body, placed);
+        let len = placed.len();
         let arrived = Arrived { channel, flags: header.flags, payload, len, status };
         let Some(own) = self.channels.get_mut(channel) else { return };
         if matches!(place, Place::Ahead(_)) {
@@ -213,21 +229,21 @@ impl Engine {
             let Some(what) = own.held.pop_front() else { return };
             let What::Eager { op, attempt, .. } = what else { continue };
             if let Some(operation) = self.ops.get(op).filter(|op| op.attempt == attempt) {
-                let len = operation.span.len() as u64;
+                let len = operation.len();
                 self.complete_op(op, Status::Success, len);
             }
         }
     }
 
     /// Places the bytes of a write or a pull.
-    fn place_bytes(&mut self, channel: u32, body: &Body, payload: &[u8]) -> Status {
+    fn place_bytes(&mut self, channel: u32, body: &Body, payload: Span) -> Status {
         match *body {
             Body::Data(data) => self.place_data(channel, data, payload),
             Body::Write(Write { to, key, at, behind, .. }) => {
                 // The check includes the bytes that follow in later packets, so that a write that does not fit writes nothing.
                 match self.memory.find(to, key, at, payload.len() as u64 + u64::from(behind), true) {
                     Ok(span) => {
-                        span.write(0, payload);
+                        span.copy_from(0, payload);
                         Status::Success
                     }
                     Err(status) => {
@@ -246,6 +262,7 @@ impl Engine {
         match *body {
             Body::Message(message) => self.take_message(channel, flags, message, arrived.payload),
             Body::Write(write) => self.written(arrived, write),
+            Body::Placed(write) => self.placed(channel, flags, write),
             Body::Offer(offer) => self.take_offer(channel, flags, offer),
             Body::Pull(pull) => self.serve(channel, flags, pull),
             Body::Atomic(atomic) => self.take_atomic(channel, flags, &atomic, arrived.payload),

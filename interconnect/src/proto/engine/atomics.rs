@@ -28,8 +28,19 @@ pub struct Atomic {
 }
 
 impl Atomic {
+    /// Whether the parameters agree with each other and with this number of bytes of operands.
+    pub(crate) fn agrees(&self, operands: usize) -> bool {
+        let len = self.len();
+        let given = operands + self.compare.len();
+        (1..=ATOMIC_BYTES_MAX).contains(&len)
+            && self.change.suits(self.datatype)
+            && given == self.change.payload_len(self.datatype, usize::from(self.count))
+            && self.compare.len() == if self.change.compares() { len } else { 0 }
+            && self.found.is_none_or(|found| found.len() >= len)
+    }
+
     /// Total size of the values in bytes.
-    fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         usize::from(self.count) * self.datatype.size()
     }
 
@@ -43,14 +54,7 @@ impl Atomic {
 impl Engine {
     /// Copies the payload of an operation: the operands, then the compare operands.
     pub(super) fn numbers_of(&mut self, atomic: &Atomic, operands: Span) -> Result<Vec<u8>, PostError> {
-        let len = atomic.len();
-        let given = operands.len() + atomic.compare.len();
-        let agrees = (1..=ATOMIC_BYTES_MAX).contains(&len)
-            && atomic.change.suits(atomic.datatype)
-            && given == atomic.change.payload_len(atomic.datatype, usize::from(atomic.count))
-            && atomic.compare.len() == if atomic.change.compares() { len } else { 0 }
-            && atomic.found.is_none_or(|found| found.len() >= len);
-        if !agrees {
+        if !atomic.agrees(operands.len()) {
             return Err(PostError::BadAtomic);
         }
         let mut bytes = self.buffer();

@@ -29,6 +29,13 @@ pub struct Departure {
     pub payload: Span,
 }
 
+impl Departure {
+    /// Whether the packet opens a channel or invites the peer to shared memory, so that it takes the network.
+    pub(crate) fn is_handshake(&self) -> bool {
+        matches!(self.header.as_bytes()[0] & 15, 0 | 1 | 14)
+    }
+}
+
 /// A fragment cut from an operation, or a packet without payload.
 struct Cut {
     what: What,
@@ -107,6 +114,10 @@ impl Engine {
             return Some(self.departure(to, &header, Span::EMPTY));
         }
         channel.peer?;
+        if let Some(header) = self.invitation(now, number) {
+            return Some(self.departure(to, &header, Span::EMPTY));
+        }
+        let channel = self.channels.get_mut(number)?;
         if let Some((psn, what)) = channel.window.resend(now) {
             self.counters.resent += 1;
             let cut = self.cut_again(number, what);
@@ -149,22 +160,29 @@ impl Engine {
     }
 
     fn next_cut(&mut self, now: u64, number: u32) -> Option<Cut> {
-        let channel = self.channels.get_mut(number)?;
-        if channel.window.has_room_for_control()
-            && let Some(what) = channel.control.pop_front()
-        {
-            return Some(self.cut_again(number, what));
+        if let Some(cut) = self.next_control(number) {
+            return Some(cut);
         }
+        let channel = self.channels.get_mut(number)?;
         let datagram = channel.datagram;
         if !channel.window.has_room(datagram) {
             return None;
         }
         channel.is_data_turn = !channel.is_data_turn;
-        if channel.is_data_turn {
+        let cut = if channel.is_data_turn {
             self.next_data(number, datagram).or_else(|| self.next_of_flows(now, number))
         } else {
             self.next_of_flows(now, number).or_else(|| self.next_data(number, datagram))
-        }
+        };
+        // A flow that starts a read may have queued its request.
+        cut.or_else(|| self.next_control(number))
+    }
+
+    fn next_control(&mut self, number: u32) -> Option<Cut> {
+        let channel =
+            self.channels.get_mut(number).filter(|channel| channel.window.has_room_for_control())?;
+        let what = channel.control.pop_front()?;
+        Some(self.cut_again(number, what))
     }
 
     /// Cuts the next fragment of the bytes that the peer requested.
@@ -326,7 +344,7 @@ fn cut_op(op: &mut Op, id: u32, datagram: usize) -> What {
         return What::Offer { op: id, attempt: op.attempt };
     }
     let own = match op.form {
-        Form::Write { .. } => 40,
+        Form::Write { .. } | Form::Placed { .. } => 40,
         // The values always fit into one packet: `ATOMIC_BYTES_MAX`.
         Form::Atomic { .. } => 28,
         _ => 36,
@@ -349,6 +367,9 @@ fn eager(op: &Op, number: u32, offset: u32, len: u32, what: What) -> Option<Cut>
             let (at, behind) = (at.wrapping_add(u64::from(offset)), total - offset - len);
             Body::Write(Write { to, from, op: number, seq, behind, key, at, data })
         }
+        Form::Placed { key, at, len } => {
+            Body::Placed(Write { to, from, op: number, seq, behind: len, key, at, data })
+        }
         Form::Message { tag } => {
             flags |= if tag.is_some() { flags::TAGGED } else { 0 };
             Body::Message(Message { to, from, op: number, seq, total, offset, tag: tag.unwrap_or(0), data })
@@ -370,7 +391,10 @@ fn offer(op: &Op, number: u32, what: What) -> Cut {
             flags |= if tag.is_some() { flags::TAGGED } else { 0 };
             (tag.unwrap_or(0), 0)
         }
-        Form::Write { key, at } | Form::Read { key, at } | Form::Atomic { key, at, .. } => {
+        Form::Write { key, at }
+        | Form::Placed { key, at, .. }
+        | Form::Read { key, at }
+        | Form::Atomic { key, at, .. } => {
             flags |= flags::MEMORY;
             (key, at)
         }

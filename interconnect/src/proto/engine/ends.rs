@@ -46,7 +46,7 @@ impl Engine {
         if let Some(peer) = peer.filter(|_| is_reported) {
             let kind = match op.form {
                 Form::Message { .. } => Kind::Send,
-                Form::Write { .. } => Kind::Write,
+                Form::Write { .. } | Form::Placed { .. } => Kind::Write,
                 Form::Read { .. } => Kind::Read,
                 Form::Atomic { .. } => Kind::Atomic,
             };
@@ -104,6 +104,7 @@ impl Engine {
         if let Some(channel) = self.channels.remove(number) {
             self.kept_bytes -= channel.kept_bytes();
             self.addresses.remove(&channel.address);
+            self.closed += 1;
         }
     }
 

@@ -1,6 +1,6 @@
 //! Matches messages with posted buffers.
 
-use super::super::channel::{Assembled, Assembly, CREDITS, Grant, KEPT_BYTES_MAX, What};
+use super::super::channel::{Assembled, Assembly, CREDITS, Grant, What};
 use super::super::endpoint::{Completion, Held, Kind, Match, Peer, Unexpected};
 use super::super::memory::Span;
 use super::super::status::Status;
@@ -168,11 +168,12 @@ impl Engine {
         (to, seq, op): (u16, u32, u32),
         message: Option<(Option<u64>, Peer, usize)>,
     ) -> bool {
-        let kept = self.kept_bytes;
+        let (kept, most) = (self.kept_bytes, self.config.unexpected_bytes_max);
+        let kept_max = self.config.kept_bytes_max;
         let has_room = self.endpoint(to).is_some_and(|own| match message {
             None => own.completions.len() < super::OPERATIONS_MAX,
             Some((tag, from, bytes)) => {
-                own.has_room(bytes) && kept + bytes <= KEPT_BYTES_MAX
+                own.has_room(bytes, most) && kept + bytes <= kept_max
                     || own.posted.iter().any(|posted| posted.matching.takes(tag, from))
             }
         });

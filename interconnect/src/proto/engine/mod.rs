@@ -2,12 +2,13 @@
 //!
 //! `post.rs` accepts operations, `depart.rs` creates packets, `arrive.rs` processes arriving packets, `messages.rs` matches
 //! messages with posted buffers, `atomics.rs` executes atomic operations, `pulls.rs` requests and serves the bytes of offers,
-//! reads and large writes, and `ends.rs` completes or fails pending operations.
+//! reads and large writes, `ends.rs` completes or fails pending operations, and `local.rs` moves channels to shared memory.
 
 mod arrive;
 mod atomics;
 mod depart;
 mod ends;
+mod local;
 mod messages;
 mod post;
 mod pulls;
@@ -18,15 +19,16 @@ use std::net::SocketAddr;
 use chacha20::ChaCha20Rng;
 use chacha20::rand_core::{Rng, SeedableRng};
 
-use super::channel::{Channel, Op, Reports, What};
-use super::endpoint::{Completion, ENDPOINTS_MAX, Endpoint, Held, Kind, POSTED_MAX};
+use super::channel::{Channel, KEPT_BYTES_MAX, Op, Reports, What};
+use super::endpoint::{Completion, ENDPOINTS_MAX, Endpoint, Held, Kind, POSTED_MAX, UNEXPECTED_BYTES_MAX};
 use super::memory::{Access, Key, Memory, Span};
 use super::slab::Slab;
 use super::status::Status;
-use super::wire::Hello;
+use super::wire::{Hello, Invite};
 
 pub use atomics::Atomic;
 pub use depart::Departure;
+pub use local::LOCAL_PACKET_MAX;
 pub use messages::Seen;
 pub use post::{Outgoing, Receive, Shape};
 
@@ -56,6 +58,10 @@ pub struct Config {
     pub not_ready_ns: u64,
     /// Keep-alive interval, in nanoseconds, of a channel with pending work but without traffic.
     pub keepalive_ns: u64,
+    /// Maximum memory of an endpoint's unexpected messages, in bytes.
+    pub unexpected_bytes_max: usize,
+    /// Maximum memory of events that wait and of messages in assembly, in bytes.
+    pub kept_bytes_max: usize,
 }
 
 impl Default for Config {
@@ -68,6 +74,8 @@ impl Default for Config {
             operation_timeout_ns: 60_000_000_000,
             not_ready_ns: 10_000_000_000,
             keepalive_ns: 1_000_000_000,
+            unexpected_bytes_max: UNEXPECTED_BYTES_MAX,
+            kept_bytes_max: KEPT_BYTES_MAX,
         }
     }
 }
@@ -131,6 +139,8 @@ struct Pull {
     asked: u64,
     received: u64,
     purpose: Purpose,
+    /// The pull does not use the budget, because its bytes do not take the socket's receive buffer.
+    is_free: bool,
 }
 
 #[derive(Clone, Copy)]
@@ -170,11 +180,17 @@ pub struct Engine {
     late: VecDeque<u32>,
     /// Pulls with bytes that have not been requested yet.
     pulls_waiting: VecDeque<u32>,
-    /// Memory of events that wait and of messages in assembly, in bytes. At most `KEPT_BYTES_MAX`.
+    /// Memory of events that wait and of messages in assembly, in bytes. At most `Config::kept_bytes_max`.
     kept_bytes: usize,
     /// Number of bytes that may still be requested.
     budget: i64,
     resets: VecDeque<(SocketAddr, u32)>,
+    /// Name by which this host's daemon knows the process.
+    name: Option<[u8; 16]>,
+    /// Invitations of peers to shared memory.
+    invites: VecDeque<(SocketAddr, Invite)>,
+    /// Number of channels that have been closed.
+    closed: u64,
     done: Vec<What>,
     spare: Vec<Vec<u8>>,
     now: u64,
@@ -208,6 +224,9 @@ impl Engine {
             kept_bytes: 0,
             budget,
             resets: VecDeque::new(),
+            name: None,
+            invites: VecDeque::new(),
+            closed: 0,
             done: vec![],
             spare: vec![],
             now: 0,
@@ -350,6 +369,16 @@ impl Engine {
         self.endpoint(endpoint).map_or(0, |endpoint| endpoint.completions.len())
     }
 
+    /// Number of incomplete operations.
+    pub fn operations(&self) -> usize {
+        self.ops.len()
+    }
+
+    /// Number of receives posted on an endpoint.
+    pub fn posted(&self, endpoint: u16) -> usize {
+        self.endpoint(endpoint).map_or(0, |endpoint| endpoint.posted.len())
+    }
+
     /// Whether channels may have packets to send.
     pub fn has_departures(&self) -> bool {
         !self.ready.is_empty()
@@ -424,7 +453,10 @@ impl Engine {
         let number = self.channels.insert(channel)?;
         // The session number contains the channel's slot; its other bits are hard to guess.
         let session = self.random.next_u32() << 12 | (number & 0xfff);
-        self.channels.get_mut(number)?.session = session;
+        let mut secret = [0; 16];
+        self.random.fill_bytes(&mut secret);
+        let channel = self.channels.get_mut(number)?;
+        (channel.session, channel.secret) = (session, secret);
         self.addresses.insert(address, number);
         self.make_ready(number);
         Some(number)

@@ -21,6 +21,16 @@ pub enum Shape {
         /// Offset within the region.
         at: u64,
     },
+    /// A write whose bytes are in the peer's registered memory already. The library makes these of writes to processes of this host
+    /// whose memory it shares.
+    Placed {
+        /// Key of the region.
+        key: Key,
+        /// Offset within the region.
+        at: u64,
+        /// Number of bytes.
+        len: u32,
+    },
     /// A read from registered memory.
     Read {
         /// Key of the region.
@@ -95,6 +105,7 @@ impl Engine {
             form: match out.shape {
                 Shape::Message { tag } => Form::Message { tag },
                 Shape::Write { key, at } => Form::Write { key, at },
+                Shape::Placed { key, at, len } => Form::Placed { key, at, len },
                 Shape::Read { key, at } => Form::Read { key, at },
                 Shape::Atomic(atomic) => atomic.form(),
             },

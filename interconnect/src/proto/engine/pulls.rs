@@ -13,6 +13,8 @@ use super::{Engine, Pull, PullSource, Purpose};
 /// Maximum number of bytes that one packet requests: large enough to keep the cost per request low, small enough that peers
 /// share the budget.
 const CHUNK: u64 = 256 << 10;
+/// The same for pulls without budget, whose requests are sent at once. A peer serves `SERVES_MAX` requests.
+const FREE_CHUNK: u64 = 1 << 30;
 
 impl Engine {
     /// Starts to pull the bytes of an offer or a region. Returns the number of the pull.
@@ -25,7 +27,9 @@ impl Engine {
         purpose: Purpose,
     ) -> Option<u32> {
         let is_empty = span.is_empty();
-        let pull = Pull { channel, source, to, span, asked: 0, received: 0, purpose };
+        let own = self.channels.get(channel);
+        let is_free = own.is_some_and(|own| own.local.is_some() && own.pulling < PULLING_MAX);
+        let pull = Pull { channel, source, to, span, asked: 0, received: 0, purpose, is_free };
         let id = self.pulls.insert(pull);
         debug_assert!(id.is_some(), "callers look for room first");
         if let Some(own) = self.channels.get_mut(channel).filter(|_| id.is_some()) {
@@ -33,6 +37,8 @@ impl Engine {
         }
         if is_empty {
             self.finish_pull(id?, Status::Success);
+        } else if is_free {
+            while self.request(id?, FREE_CHUNK) {}
         } else {
             self.pulls_waiting.push_back(id?);
             self.make_ready(channel);
@@ -94,37 +100,47 @@ impl Engine {
                 self.pulls_waiting.push_front(id);
                 return;
             }
-            own.pulling += u32::from(pull.asked == 0);
             self.budget -= chunk as i64;
-            let offset = pull.asked;
-            pull.asked += chunk;
-            let (source, at, flags) = match pull.source {
-                PullSource::Offer(op) => (u64::from(op), offset, 0),
-                PullSource::Key { key, at } => (key, at.wrapping_add(offset), flags::MEMORY),
-            };
-            let body = Body::Pull(PullBody { to: pull.to, pull: id, len: chunk as u32, source, at, offset });
-            if pull.asked < total {
+            if self.request(id, chunk) {
                 self.pulls_waiting.push_back(id);
             } else {
                 tries -= 1;
             }
-            self.control(number, What::Control(body, flags));
         }
     }
 
+    /// Requests the next bytes of a pull, at most `most`. Returns whether more remain to be requested.
+    fn request(&mut self, id: u32, most: u64) -> bool {
+        let Some(pull) = self.pulls.get_mut(id) else { return false };
+        let (total, offset) = (pull.span.len() as u64, pull.asked);
+        let len = most.min(total - offset);
+        pull.asked += len;
+        let (source, at, flags) = match pull.source {
+            PullSource::Offer(op) => (u64::from(op), offset, 0),
+            PullSource::Key { key, at } => (key, at.wrapping_add(offset), flags::MEMORY),
+        };
+        let body = Body::Pull(PullBody { to: pull.to, pull: id, len: len as u32, source, at, offset });
+        let (number, has_more) = (pull.channel, pull.asked < total);
+        if let Some(own) = self.channels.get_mut(number) {
+            own.pulling += u32::from(offset == 0);
+        }
+        self.control(number, What::Control(body, flags));
+        has_more
+    }
+
     /// Places pulled bytes.
-    pub(super) fn place_data(&mut self, channel: u32, data: Data, payload: &[u8]) -> Status {
+    pub(super) fn place_data(&mut self, channel: u32, data: Data, payload: Span) -> Status {
         let Some(pull) = self.pulls.get_mut(data.pull).filter(|pull| pull.channel == channel) else {
             // The pull failed on this side while its bytes were in flight.
             return Status::Cancelled;
         };
         let end = data.offset.checked_add(payload.len() as u64);
-        if end.is_none_or(|end| end > pull.asked) || !pull.span.write(data.offset, payload) {
+        if end.is_none_or(|end| end > pull.asked) || !pull.span.copy_from(data.offset, payload) {
             return Status::Protocol;
         }
         let fresh = (payload.len() as u64).min(pull.asked - pull.received);
         pull.received += fresh;
-        self.budget += fresh as i64;
+        self.budget += if pull.is_free { 0 } else { fresh as i64 };
         if pull.received == pull.span.len() as u64 {
             self.finish_pull(data.pull, Status::Success);
         }
@@ -157,7 +173,7 @@ impl Engine {
     /// Removes a pull from the tables and counters.
     pub(super) fn remove_pull(&mut self, id: u32) -> Option<Pull> {
         let pull = self.pulls.remove(id)?;
-        self.budget += (pull.asked - pull.received) as i64;
+        self.budget += if pull.is_free { 0 } else { (pull.asked - pull.received) as i64 };
         if let Some(own) = self.channels.get_mut(pull.channel) {
             own.uses -= 1;
             own.pulling -= u32::from(pull.asked > 0);

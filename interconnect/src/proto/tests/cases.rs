@@ -486,7 +486,7 @@ fn a_buffered_operation_that_fails_after_all_says_so() {
         let failed = world.wait(0);
         assert_eq!((failed.context, failed.status, failed.is_late), (context, Status::Unreachable, is_late));
     }
-    // The endpoint of the operations has closed: its successor hears nothing of them.
+    // The endpoint that posted the operation has closed: the next endpoint of that number gets no completion of it.
     let out = Outgoing { shape: MESSAGE, span, data: None, context: 8, is_buffered: true, is_quiet: false };
     world.nodes[0].engine.post(world.now, 0, peer, &out).unwrap();
     world.nodes[0].engine.close(0);

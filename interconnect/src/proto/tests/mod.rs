@@ -3,6 +3,7 @@
 mod cases;
 mod goodput;
 mod hostile;
+mod local;
 mod model;
 mod random;
 mod stranger;

@@ -65,6 +65,8 @@ struct Model {
     sides: [Side; 2],
     done: u64,
     failed: u64,
+    /// The nodes get a ring and lose it, at random times.
+    has_rings: bool,
 }
 
 fn bytes_of(seed: u64, len: usize) -> Vec<u8> {
@@ -81,7 +83,7 @@ impl Model {
         for node in 0..2 {
             world.register(node, 0, SLOTS * SLOT, Some(KEY));
         }
-        Self { world, sides, done: 0, failed: 0 }
+        Self { world, sides, done: 0, failed: 0, has_rings: false }
     }
 
     fn len(&mut self) -> usize {
@@ -132,7 +134,13 @@ impl Model {
             return;
         }
         self.world.nodes[node].memory[local..local + len].copy_from_slice(&bytes[..len]);
-        let span = self.world.span(node, local, len);
+        let (mut shape, mut span) = (shape, self.world.span(node, local, len));
+        if matches!(job, Job::Write { .. }) && self.world.has_rings() && seed.is_multiple_of(2) {
+            // As the process does if it has mapped the peer's memory.
+            self.world.nodes[other].memory[slot * SLOT..][..len].copy_from_slice(&bytes[..len]);
+            shape = Shape::Placed { key: KEY, at: (slot * SLOT) as u64, len: len as u32 };
+            span = Span::EMPTY;
+        }
         let data = (seed.is_multiple_of(3) && matches!(job, Job::Write { .. })).then_some(slot as u64);
         self.world.post_data(node, other, shape, span, context, data).unwrap();
         match job {
@@ -321,6 +329,9 @@ impl Model {
                 }
             }
             self.world.step();
+            if self.has_rings && self.world.random(300) == 0 {
+                if self.world.has_rings() { self.world.unshare() } else { self.world.share() }
+            }
             if restarts && self.done >= next_restart {
                 next_restart += operations / 10;
                 let node = self.world.random(2) as usize;
@@ -338,11 +349,21 @@ impl Model {
     }
 }
 
+fn operations() -> u64 {
+    std::env::var("VNET_RDMA_OPERATIONS").ok().and_then(|text| text.parse().ok()).unwrap_or(3000)
+}
+
 fn run(network: Network, seed: u64, restarts: bool) -> Model {
-    let operations =
-        std::env::var("VNET_RDMA_OPERATIONS").ok().and_then(|text| text.parse().ok()).unwrap_or(3000);
     let mut model = Model::new(network, seed);
-    model.run(operations, restarts);
+    model.run(operations(), restarts);
+    model
+}
+
+fn run_with_rings(network: Network, seed: u64, restarts: bool) -> Model {
+    let mut model = Model::new(network, seed);
+    model.has_rings = true;
+    model.run(operations(), restarts);
+    assert!(model.world.ring_packets > 300, "{} packets through rings", model.world.ring_packets);
     model
 }
 
@@ -373,4 +394,18 @@ fn model_with_heavy_loss() {
 fn model_with_restarts() {
     let model = run(WILD, 4, true);
     assert!(model.sides.iter().map(|side| side.lives).sum::<u64>() >= 5);
+}
+
+/// What is in a ring is lost when it ends; packets by the ring overtake those on the network.
+#[test]
+fn model_through_rings_that_come_and_go() {
+    let model = run_with_rings(WILD, 5, false);
+    let counters = model.world.nodes[0].engine.counters();
+    assert!(counters.failed_channels == 0 && counters.malformed == 0, "{counters:?}");
+    assert!(model.failed < model.done / 3, "{} of {} failed", model.failed, model.done);
+}
+
+#[test]
+fn model_through_rings_with_restarts() {
+    run_with_rings(WILD, 6, true);
 }

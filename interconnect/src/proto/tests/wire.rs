@@ -24,6 +24,8 @@ fn bodies() -> Vec<Body> {
         Body::Credit(Credit { to: 1, limit: 2 }),
         Body::Atomic(atomic),
         Body::Found(Found { op: 1 }),
+        Body::Placed(Write { to: 1, from: 2, op: 3, seq: 4, behind: 5, key: 6, at: 7, data: 8 }),
+        Body::Invite(Invite { name: [1; 16], secret: [2; 16] }),
     ]
 }
 

@@ -6,8 +6,9 @@ use std::net::{Ipv4Addr, SocketAddr};
 
 use super::random::mix;
 use crate::proto::{
-    Access, Completion, Config, Engine, Match, Outgoing, Peer, PostError, Receive, Shape, Span,
+    Access, Completion, Config, Departure, Engine, Match, Outgoing, Peer, PostError, Receive, Shape, Span,
 };
+use crate::ring::{Provided, Ring, WINDOW_BYTES, provide};
 
 /// Properties of the network: probabilities of packet events in parts per million, and delays.
 #[derive(Clone, Copy)]
@@ -42,6 +43,12 @@ pub struct World {
     sent: u64,
     /// Hosts whose packets the network drops.
     pub cut: Vec<bool>,
+    /// Both ends of the ring between nodes 0 and 1, if they have one.
+    rings: Option<[Ring; 2]>,
+    /// The nodes have had a ring. Packets cut for it may be sent again by the network.
+    had_rings: bool,
+    /// Number of packets that rings have carried.
+    pub ring_packets: u64,
 }
 
 pub const MEMORY: usize = 8 << 20;
@@ -65,7 +72,19 @@ impl World {
             })
             .collect();
         let cut = vec![false; nodes.len()];
-        Self { now: 1, nodes, network, random, flying: BTreeMap::new(), sent: 0, cut }
+        let (flying, rings) = (BTreeMap::new(), None);
+        Self {
+            now: 1,
+            nodes,
+            network,
+            random,
+            flying,
+            sent: 0,
+            cut,
+            rings,
+            had_rings: false,
+            ring_packets: 0,
+        }
     }
 
     pub fn random(&mut self, below: u64) -> u64 {
@@ -141,21 +160,79 @@ impl World {
         self.nodes[node].engine.poll(0)
     }
 
+    pub fn has_rings(&self) -> bool {
+        self.rings.is_some()
+    }
+
+    /// Gives nodes 0 and 1 a ring, if they have an open channel.
+    pub fn share(&mut self) {
+        let Provided { memory, bells: [a, b] } = provide().unwrap();
+        let other = memory.try_clone().unwrap();
+        self.rings = Some([Ring::open(memory, a, 0).unwrap(), Ring::open(other, b, 1).unwrap()]);
+        self.had_rings = true;
+        let is_open = |node: usize| self.nodes[node].engine.set_local(address(1 - node), Some(WINDOW_BYTES));
+        if [0, 1].map(is_open).contains(&false) {
+            self.unshare();
+        }
+    }
+
+    /// Takes the ring away, with the packets in it.
+    pub fn unshare(&mut self) {
+        if self.rings.take().is_some() {
+            for node in 0..2 {
+                self.nodes[node].engine.set_local(address(1 - node), None);
+            }
+        }
+    }
+
+    /// Sends a packet through the ring, if there is one with room.
+    fn send_through_ring(&mut self, from: usize, packet: &Departure) -> bool {
+        let Some(rings) = self.rings.as_mut().filter(|_| from < 2 && packet.to == address(1 - from)) else {
+            return false;
+        };
+        !packet.is_handshake() && rings[from].send(packet.header.as_bytes(), packet.payload).unwrap()
+    }
+
+    /// Gives the engines what is in their rings. Returns whether there was anything.
+    fn empty_rings(&mut self) -> bool {
+        let Some(mut rings) = self.rings.take() else { return false };
+        let (mut is_busy, mut is_usable) = (false, true);
+        for (node, ring) in rings.iter_mut().enumerate() {
+            let engine = &mut self.nodes[node].engine;
+            is_usable &= engine.is_local(address(1 - node));
+            while let Some(arrived) = ring.receive().unwrap() {
+                is_busy = true;
+                self.ring_packets += 1;
+                is_usable &=
+                    engine.receive_local(self.now, address(1 - node), arrived.packet, arrived.placed);
+                ring.release();
+            }
+        }
+        self.rings = Some(rings);
+        if !is_usable {
+            self.unshare();
+        }
+        is_busy
+    }
+
     /// Lets all engines send, then advances the clock to the next event, by at most 100 us.
     pub fn step(&mut self) {
         for from in 0..self.nodes.len() {
             self.nodes[from].engine.tick(self.now);
             while let Some(departure) = self.nodes[from].engine.depart(self.now) {
+                if self.send_through_ring(from, &departure) {
+                    continue;
+                }
                 let mut bytes = departure.header.as_bytes().to_vec();
                 departure.payload.read_to(&mut bytes);
-                assert!(bytes.len() <= 1472, "{} bytes", bytes.len());
+                assert!(bytes.len() <= 1472 || self.had_rings, "{} bytes", bytes.len());
                 let Some(to) = (0..self.nodes.len()).find(|node| address(*node) == departure.to) else {
                     continue;
                 };
                 self.carry(from, to, bytes);
             }
         }
-        let until = self.now + 100_000;
+        let until = self.now + if self.empty_rings() { 1_000 } else { 100_000 };
         let next = self.flying.keys().next().copied();
         let Some(key) = next.filter(|key| key.0 <= until) else {
             self.now = until;

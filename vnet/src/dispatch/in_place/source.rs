@@ -40,6 +40,7 @@ enum Step {
     Landed {
         bytes: usize,
         datagrams: usize,
+        queue: usize,
     },
     /// Messages are in the receiver's burst.
     Burst,
@@ -91,7 +92,7 @@ impl InPlaceSource {
         });
         match landed {
             Landed::InPlace if given => {
-                Step::Landed { bytes: candidate.len, datagrams: candidate.datagrams() }
+                Step::Landed { bytes: candidate.len, datagrams: candidate.datagrams(), queue }
             }
             Landed::CopiedOut(messages) if messages > 0 => {
                 self.receiver.resume_with(messages);
@@ -131,10 +132,10 @@ impl Source for InPlaceSource {
                     taken.drained = true;
                     break;
                 }
-                Step::Landed { bytes, datagrams } => {
+                Step::Landed { bytes, datagrams, queue } => {
                     taken.units += datagrams;
-                    let InPlace { frames, bytes: before } = taken.in_place;
-                    taken.in_place = InPlace { frames: frames + 1, bytes: before + bytes as u64 };
+                    let InPlace { frames, bytes: before, .. } = taken.in_place;
+                    taken.in_place = InPlace { frames: frames + 1, bytes: before + bytes as u64, queue };
                 }
                 Step::Burst | Step::Ordinary => {
                     // SAFETY: the caller's contract is this function's own.

@@ -1,11 +1,13 @@
 //! The control thread of one interface: accepts or connects to a front end, serves its messages, and then waits for the next
 //! front end.
 //!
-//! Crate `vhost` reads and checks most messages. This thread takes three messages off the socket before the crate sees them:
-//! SET_VRING_ENABLE, because QEMU sends it before SET_FEATURES, which the crate refuses; SEND_RARP and NET_SET_MTU, because the
-//! crate does not support them.
+//! Crate `vhost` reads and checks most messages. This thread takes four messages off the socket before the crate sees them:
+//! SET_VRING_ENABLE, because QEMU sends it before SET_FEATURES, which the crate refuses; SEND_RARP, NET_SET_MTU and SET_LOG_FD,
+//! because the crate does not support them.
 
-use std::io::{Read, Write};
+use std::fs::File;
+use std::io::{IoSliceMut, Read, Write};
+use std::mem::MaybeUninit;
 use std::net::Shutdown;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -16,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
-use rustix::net::RecvFlags;
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags};
 use vhost::vhost_user::message::FrontendReq;
 use vhost::vhost_user::{BackendReqHandler, Error, Result, VhostUserBackendReqHandlerMut};
 
@@ -266,6 +268,9 @@ fn serve(
                 ours.read_exact(&mut message).map_err(Error::SocketError)?;
                 handle(&mut session.lock().expect("only this thread locks it"), request, &message, &mut ours)
             }
+            Some(FrontendReq::SET_LOG_FD) if len >= HEADER_LEN => {
+                handle_log_fd(&mut session.lock().expect("only this thread locks it"), &mut ours)
+            }
             _ => handler.handle_request(),
         };
         match result {
@@ -318,13 +323,53 @@ fn handle(
         FrontendReq::NET_SET_MTU => Ok(session.set_mtu(u64::from_ne_bytes(payload))),
         _ => Err(Error::InvalidMessage),
     };
-    if flags & NEED_REPLY != 0 && session.acknowledges() {
-        let mut reply = [0; MESSAGE_LEN];
-        reply[..4].copy_from_slice(&message[..4]);
-        reply[4..8].copy_from_slice(&(VERSION | REPLY).to_ne_bytes());
-        reply[8..12].copy_from_slice(&8u32.to_ne_bytes());
-        reply[12..].copy_from_slice(&u64::from(!matches!(accepted, Ok(true))).to_ne_bytes());
-        stream.write_all(&reply).map_err(Error::SocketError)?;
-    }
+    acknowledge(session, request, flags, matches!(accepted, Ok(true)), stream)?;
     accepted.map(drop)
+}
+
+/// Handles SET_LOG_FD: an eventfd without payload.
+fn handle_log_fd(session: &mut Session, stream: &mut UnixStream) -> Result<()> {
+    let (mut message, mut space) =
+        ([0; HEADER_LEN], [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))]);
+    let mut received = RecvAncillaryBuffer::new(&mut space);
+    let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::WAITALL;
+    // The kernel closes descriptors beyond the first, for which there is no space.
+    let got = rustix::net::recvmsg(&*stream, &mut [IoSliceMut::new(&mut message)], &mut received, flags)
+        .map_err(|e| Error::SocketError(e.into()))?;
+    let mut files = received.drain().filter_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(files) => Some(files),
+        _ => None,
+    });
+    let file = files.by_ref().flatten().next().map(File::from);
+    let word =
+        |at: usize| u32::from_ne_bytes([message[at], message[at + 1], message[at + 2], message[at + 3]]);
+    let (flags, size) = (word(4), word(8));
+    let well_formed = got.bytes == HEADER_LEN && flags & (VERSION_MASK | REPLY) == VERSION && size == 0;
+    let Some(file) = file else { return Err(Error::IncorrectFds) };
+    if !well_formed || got.flags.contains(ReturnFlags::CTRUNC) {
+        closer::close(file);
+        return Err(Error::InvalidMessage);
+    }
+    let accepted = session.set_log_fd(file);
+    acknowledge(session, FrontendReq::SET_LOG_FD, flags, accepted.is_ok(), stream)?;
+    accepted
+}
+
+/// Sends the acknowledgement of a message if the front end wants one.
+fn acknowledge(
+    session: &Session,
+    request: FrontendReq,
+    flags: u32,
+    accepted: bool,
+    stream: &mut UnixStream,
+) -> Result<()> {
+    if flags & NEED_REPLY == 0 || !session.acknowledges() {
+        return Ok(());
+    }
+    let mut reply = [0; MESSAGE_LEN];
+    reply[..4].copy_from_slice(&(request as u32).to_ne_bytes());
+    reply[4..8].copy_from_slice(&(VERSION | REPLY).to_ne_bytes());
+    reply[8..12].copy_from_slice(&8u32.to_ne_bytes());
+    reply[12..].copy_from_slice(&u64::from(!accepted).to_ne_bytes());
+    stream.write_all(&reply).map_err(Error::SocketError)
 }

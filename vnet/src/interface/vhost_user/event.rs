@@ -8,13 +8,28 @@
 //! Inside the kernel, signalling an eventfd never blocks, and asynchronous I/O gives access to that: a request with
 //! `IOCB_FLAG_RESFD` signals an eventfd when it completes (io_submit(2)). So [`Signals`] submits reads of zero bytes from
 //! `/dev/null`, which complete before the call returns.
+//!
+//! Both signalling and reading wake every waiter of the eventfd inside the call, and the front end may have added 10^5 of them.
+//! So each call is timed. An eventfd whose calls take long is left to a thread of its interface for [`AVOIDED`]: it signals
+//! instead of the dispatchers, and kicks are not counted meanwhile.
 
 use std::fs::File;
 use std::io::{self, IoSliceMut};
-use std::os::fd::AsRawFd;
-use std::sync::Arc;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::AcqRel, Ordering::Relaxed, Ordering::Release};
+use std::sync::mpsc::{SyncSender, sync_channel};
+use std::sync::{Arc, LazyLock, OnceLock};
+use std::time::{Duration, Instant};
 
 use rustix::io::ReadWriteFlags;
+use rustix::time::{ClockId, clock_gettime};
+
+/// Longest time for a call on an eventfd; an ordinary one takes a microsecond. A waiter costs 20 to 50 ns.
+const SLOW: Duration = Duration::from_micros(100);
+/// How long dispatchers do not touch an eventfd that was slow. It costs them two slow calls in this time.
+const AVOIDED: Duration = Duration::from_secs(10);
+/// Upper bound on slow eventfds that wait to be signalled; each waits at most once. Beyond it the caller signals.
+const WAITING_MAX: usize = 64;
 
 /// Number of completions that one system call reaps from the kernel's list. They carry no information; the list only must not
 /// fill up.
@@ -52,6 +67,8 @@ pub(super) struct Signals {
     /// `aio_context_t`.
     context: libc::c_ulong,
     null: File,
+    /// Passes slow eventfds to the interface's own thread, which starts when it is first needed.
+    slow: OnceLock<Option<SyncSender<Event>>>,
 }
 
 impl Signals {
@@ -68,7 +85,31 @@ impl Signals {
             let text = format!("no AIO context to notify guests with: {error}; raise sysctl fs.aio-max-nr");
             return Err(io::Error::new(error.kind(), text));
         }
-        Ok(Arc::new(Signals { context, null }))
+        Ok(Arc::new(Signals { context, null, slow: OnceLock::new() }))
+    }
+
+    /// Has the interface's own thread signal `event`.
+    #[cold]
+    fn signal_later(&self, event: &Event) -> bool {
+        if event.0.waits.swap(true, AcqRel) {
+            // The signal to come also tells the guest about this one.
+            return true;
+        }
+        let slow = self.slow.get_or_init(|| {
+            let (sender, events) = sync_channel::<Event>(WAITING_MAX);
+            let run = move || {
+                for Event(event) in events {
+                    event.waits.swap(false, AcqRel);
+                    event.signals.signal(&event.file);
+                }
+            };
+            std::thread::Builder::new().name("vhost-user-slow".into()).spawn(run).ok().map(|_| sender)
+        });
+        if slow.as_ref().is_some_and(|slow| slow.try_send(event.clone()).is_ok()) {
+            return true;
+        }
+        event.0.waits.store(false, Release);
+        self.signal(&event.0.file)
     }
 
     /// Adds one to an eventfd. A full counter stays unchanged and is readable anyway. Returns true on success.
@@ -125,28 +166,122 @@ impl Drop for Signals {
     }
 }
 
+/// How long calls on an eventfd take.
+#[derive(Debug, Default)]
+struct Patience {
+    /// The last call took long; but the thread may have been interrupted.
+    suspected: AtomicBool,
+    /// Time on [`now_ms`] until which dispatchers do not touch the eventfd; 0: they do.
+    avoided_until_ms: AtomicU64,
+}
+
+impl Patience {
+    /// True while dispatchers must not touch the eventfd.
+    #[inline]
+    fn is_spent(&self) -> bool {
+        let until_ms = self.avoided_until_ms.load(Relaxed);
+        until_ms != 0 && now_ms() < until_ms
+    }
+
+    /// Makes a call on the eventfd, and times it.
+    #[inline]
+    fn time<R>(&self, call: impl FnOnce() -> R) -> R {
+        if self.suspected.load(Relaxed) {
+            return self.time_exactly(call);
+        }
+        let start = Instant::now();
+        let result = call();
+        if start.elapsed() > SLOW {
+            self.suspected.store(true, Relaxed);
+        }
+        result
+    }
+
+    /// Decides by the thread's processor time whether a suspected eventfd is slow.
+    #[cold]
+    fn time_exactly<R>(&self, call: impl FnOnce() -> R) -> R {
+        let start = processor_time();
+        let result = call();
+        if processor_time().saturating_sub(start) > SLOW {
+            // Still suspected when it is used again, so that one more slow call suffices.
+            self.avoided_until_ms.store(now_ms() + AVOIDED.as_millis() as u64, Relaxed);
+        } else {
+            self.suspected.store(false, Relaxed);
+        }
+        result
+    }
+}
+
+/// Milliseconds since the first call, plus 1.
+fn now_ms() -> u64 {
+    static START: LazyLock<Instant> = LazyLock::new(Instant::now);
+    START.elapsed().as_millis() as u64 + 1
+}
+
+/// Processor time that the calling thread has taken.
+fn processor_time() -> Duration {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+}
+
 /// An eventfd that notifies the front end or its guest.
+#[derive(Clone, Debug)]
+pub(super) struct Event(Arc<Notifying>);
+
 #[derive(Debug)]
-pub(super) struct Event {
+struct Notifying {
     file: File,
     signals: Arc<Signals>,
+    patience: Patience,
+    /// True while it waits for the interface's own thread.
+    waits: AtomicBool,
 }
 
 impl Event {
     /// Wraps `file`, which must be an eventfd; see [`is_eventfd`].
     pub(super) fn new(file: File, signals: Arc<Signals>) -> Event {
-        Event { file, signals }
+        let (patience, waits) = (Patience::default(), AtomicBool::new(false));
+        Event(Arc::new(Notifying { file, signals, patience, waits }))
     }
 
-    /// Adds one to the counter without blocking, whatever flags the front end has set. Returns true on success.
+    /// Adds one to the counter, now or soon, without blocking, whatever the front end has done to the eventfd. Returns true on
+    /// success.
     #[inline]
     pub(super) fn signal(&self) -> bool {
-        self.signals.signal(&self.file)
+        let Notifying { file, signals, patience, .. } = &*self.0;
+        if patience.is_spent() {
+            return signals.signal_later(self);
+        }
+        patience.time(|| signals.signal(file))
+    }
+}
+
+/// An eventfd by which the guest notifies vnetd.
+#[derive(Clone, Debug)]
+pub(super) struct KickEvent(Arc<(File, Patience)>);
+
+impl KickEvent {
+    /// Wraps `file`, which should be an eventfd; see [`is_eventfd`].
+    pub(super) fn new(file: File) -> KickEvent {
+        KickEvent(Arc::new((file, Patience::default())))
+    }
+
+    /// Reads and resets the counter without blocking, whatever the front end has done to the eventfd. A slow eventfd is not read:
+    /// its kicks wake the dispatcher all the same.
+    pub(super) fn drain(&self) -> u64 {
+        let (file, patience) = &*self.0;
+        if patience.is_spent() { 0 } else { patience.time(|| drain(file)) }
+    }
+}
+
+impl AsFd for KickEvent {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.0.as_fd()
     }
 }
 
 /// Reads and resets an eventfd's counter without blocking, whatever flags the front end has set.
-pub(super) fn drain(event: &File) -> u64 {
+fn drain(event: &File) -> u64 {
     let mut count = [0; 8];
     let mut buffers = [IoSliceMut::new(&mut count)];
     match rustix::io::preadv2(event, &mut buffers, u64::MAX, ReadWriteFlags::NOWAIT) {
@@ -201,5 +336,89 @@ mod tests {
             }
         });
         assert_eq!(drain(&file), 20_000);
+    }
+
+    /// Epoll sets in which one eventfd has `count` waiters: one for each set and descriptor of the eventfd.
+    fn waiters(file: &File, count: usize) -> (Vec<File>, Vec<std::os::fd::OwnedFd>) {
+        use rustix::event::epoll;
+        use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+        const DESCRIPTORS: usize = 250;
+        let limit = getrlimit(Resource::Nofile);
+        setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }).unwrap();
+        let files: Vec<_> = (0..DESCRIPTORS).map(|_| file.try_clone().unwrap()).collect();
+        let sets = (0..count / DESCRIPTORS).map(|_| {
+            let set = epoll::create(epoll::CreateFlags::CLOEXEC).unwrap();
+            for file in &files {
+                epoll::add(&set, file, epoll::EventData::new_u64(0), epoll::EventFlags::IN).unwrap();
+            }
+            set
+        });
+        let sets = sets.collect();
+        (files, sets)
+    }
+
+    /// An eventfd with 10^5 waiters, and the processor time of one call on it.
+    fn crowded(call: impl Fn(&File)) -> (File, impl Sized, Duration) {
+        let file = File::from(eventfd(0, EventfdFlags::NONBLOCK).unwrap());
+        let waiting = waiters(&file, 100_000);
+        let costs = (0..5).map(|_| {
+            let start = processor_time();
+            call(&file);
+            processor_time() - start
+        });
+        let cost = costs.min().unwrap();
+        assert!(cost > 2 * SLOW, "{cost:?} for one call: the test shows nothing");
+        (file, waiting, cost)
+    }
+
+    /// Processor time that 100 calls take.
+    fn hundred(mut call: impl FnMut()) -> Duration {
+        let start = processor_time();
+        (0..100).for_each(|_| call());
+        processor_time() - start
+    }
+
+    #[test]
+    fn a_crowd_of_waiters_costs_a_dispatcher_two_signals() {
+        let signals = Signals::new().unwrap();
+        let (file, _waiting, cost) = crowded(|file| assert!(signals.signal(file)));
+        drain(&file);
+        let event = Event::new(file.try_clone().unwrap(), signals.clone());
+        let taken = hundred(|| assert!(event.signal()));
+        assert!(taken < 10 * cost, "{taken:?} for 100 signals of {cost:?}");
+        // The interface's own thread signals, after the last call as well.
+        drain(&file);
+        assert!(event.signal());
+        let end = Instant::now() + Duration::from_secs(60);
+        while drain(&file) == 0 {
+            assert!(Instant::now() < end, "no signal");
+        }
+    }
+
+    #[test]
+    fn a_crowd_of_waiters_costs_a_dispatcher_two_reads() {
+        let kick = |file: &File| rustix::io::write(file, &1u64.to_ne_bytes()).map(drop).unwrap();
+        let (file, _waiting, cost) = crowded(|file| {
+            kick(file);
+            assert_eq!(drain(file), 1);
+        });
+        let kicks = KickEvent::new(file.try_clone().unwrap());
+        let mut taken = Duration::ZERO;
+        for _ in 0..100 {
+            kick(&file);
+            let start = processor_time();
+            kicks.drain();
+            taken += processor_time() - start;
+        }
+        assert!(taken < 10 * cost, "{taken:?} for 100 reads; a kick and a read take {cost:?}");
+    }
+
+    #[test]
+    fn an_ordinary_eventfd_stays_with_the_dispatcher() {
+        let file = File::from(eventfd(0, EventfdFlags::NONBLOCK).unwrap());
+        let event = Event::new(file.try_clone().unwrap(), Signals::new().unwrap());
+        event.0.patience.suspected.store(true, Relaxed);
+        // A call may be interrupted, but not all of them.
+        assert!((0..100).any(|_| event.signal() && !event.0.patience.suspected.load(Relaxed)));
     }
 }

@@ -1,7 +1,6 @@
 //! Feature negotiation: the virtio and vhost-user features offered, and the frame format that the accepted ones imply.
 //!
-//! Only features that work end to end are offered. LOG_ALL and LOG_SHMFD are not offered: dirty pages are logged (`dirty.rs`),
-//! but no test shows yet that a guest survives a live migration. A front end without these features refuses to migrate.
+//! Only features that work end to end are offered.
 //!
 //! The front end itself implements CTRL_VQ, STATUS and GUEST_ANNOUNCE: QEMU, Cloud Hypervisor and DPDK's virtio-user handle the
 //! control queue and the link status, but expose the bits only if the back end offers them.
@@ -53,6 +52,7 @@ const ALWAYS: u64 = CSUM
     | STATUS
     | CTRL_VQ
     | GUEST_ANNOUNCE
+    | LOG_ALL
     | ANY_LAYOUT
     | INDIRECT_DESC
     | EVENT_IDX
@@ -70,12 +70,12 @@ pub(super) fn offered(options: &VhostUserOptions) -> u64 {
     ALWAYS | mq | mac
 }
 
-/// The vhost-user protocol features that an interface offers. [`super::session`] implements REPLY_ACK, MTU and RARP; crate `vhost`
-/// the others.
+/// The vhost-user protocol features that an interface offers. [`super::control`] implements MTU and RARP; crate `vhost` the others.
 pub(super) fn protocol(options: &VhostUserOptions) -> VhostUserProtocolFeatures {
     let mut features = VhostUserProtocolFeatures::REPLY_ACK
         | VhostUserProtocolFeatures::RARP
         | VhostUserProtocolFeatures::MTU
+        | VhostUserProtocolFeatures::LOG_SHMFD
         | VhostUserProtocolFeatures::CONFIG
         | VhostUserProtocolFeatures::RESET_DEVICE;
     // QEMU 7.2 adds every memory slot once per queue pair, which vnetd cannot tell from a front end that adds a region twice.

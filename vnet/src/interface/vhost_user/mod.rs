@@ -27,7 +27,7 @@ mod vring;
 
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, Ordering::Acquire, Ordering::Relaxed};
 use std::thread::JoinHandle;
 
 use parking_lot::Mutex;
@@ -125,6 +125,10 @@ impl Interface for VhostUser {
 
     fn state(&self) -> State {
         if self.stopping.load(Relaxed) { State::Down("stopped".to_owned()) } else { self.device.state() }
+    }
+
+    fn has_departed(&self) -> bool {
+        self.device.departed.load(Acquire)
     }
 
     fn notes(&self) -> Vec<String> {

@@ -18,7 +18,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use super::admission::Admission;
 use super::event::Signals;
 use super::options::VhostUserOptions;
-use super::vring::{Common, Running, Vring};
+use super::vring::{Common, Running, Shared, Vring};
 use crate::frame::{DropSink, NetworkId, PortId, Room, Selection};
 use crate::interface::interrupts::{Coalescing, EndDecision, InterruptSettings};
 use crate::interface::virtqueue::net::{Format, Giver, Owner};
@@ -27,11 +27,13 @@ use crate::stats::{DropReason, PortStats};
 use crate::wire::ethernet::Mac;
 use crate::wire::offload::Offload;
 
-/// Reason shown in states and logs: the file behind the guest memory was truncated.
-pub(super) const POISONED: &str = "the file behind the guest's memory was truncated";
+/// Reason shown in states and logs: the front end truncated a file that it shares.
+pub(super) const POISONED: &str = "the file behind the guest's memory or its dirty log was truncated";
 /// Reason: the front end shares no memory.
 const NO_MEMORY: &str =
     "the VM shares no memory with vnetd: start QEMU with -object memory-backend-memfd,share=on";
+/// Reason: a migration has begun, and the front end has not shared the bitmap of dirty pages.
+const NO_LOG: &str = "the front end asked for a log of dirty pages (LOG_ALL) and shares none (SET_LOG_BASE)";
 /// Reason: the guest's memory is not the memory that the front end shares.
 const PRIVATE_MEMORY: &str = "the guest kicks, but its rings are empty here, as if its memory were private: start QEMU with \
                               -object memory-backend-memfd,share=on";
@@ -80,6 +82,8 @@ pub(super) struct Device {
     /// Notifies guests.
     pub(super) signals: Arc<Signals>,
     pub(super) pairs: Vec<Pair>,
+    /// True from the end of a live migration, when the front end stops the rings while writes are logged, until a ring starts.
+    pub(super) departed: AtomicBool,
     /// Number of pairs, counted from the first, whose receive vrings are all up.
     active: AtomicUsize,
     /// True if notifications are deferred to the end of coalescing; changed only under the receive vrings' locks.
@@ -125,6 +129,7 @@ impl Device {
             stats,
             signals: Signals::new()?,
             pairs,
+            departed: AtomicBool::new(false),
             active: AtomicUsize::new(0),
             coalesces: AtomicBool::new(false),
             admission,
@@ -150,23 +155,27 @@ impl Device {
     pub(super) fn change<R>(&self, index: usize, change: impl FnOnce(&mut Vring) -> R) -> Option<R> {
         let pair = self.pairs.get(index / 2)?;
         pair.changing.store(true, Ordering::Relaxed);
-        let result = if index.is_multiple_of(2) {
+        let (result, _unlocked_before_it_drops) = if index.is_multiple_of(2) {
             self.change_receive(pair, change)
         } else {
-            change(&mut self.drain(pair, Instant::now() + RELEASE_WITHIN).vring)
+            let mut transmit = self.drain(pair, Instant::now() + RELEASE_WITHIN);
+            let shared = transmit.vring.shared();
+            (change(&mut transmit.vring), shared)
         };
         pair.changing.store(false, Ordering::Relaxed);
         pair.ring();
         Some(result)
     }
 
-    fn change_receive<R>(&self, pair: &Pair, change: impl FnOnce(&mut Vring) -> R) -> R {
+    /// Also returns what the vring shared before, for the caller to drop: the vring is unlocked by then.
+    fn change_receive<R>(&self, pair: &Pair, change: impl FnOnce(&mut Vring) -> R) -> (R, Shared) {
         let mut receive = pair.receive.lock();
+        let shared = receive.vring.shared();
         let result = change(&mut receive.vring);
         pair.receives.store(receive.vring.is_up(), Ordering::Relaxed);
         let up = self.pairs.iter().take_while(|pair| pair.receives.load(Ordering::Relaxed));
         self.active.store(up.count(), Ordering::Relaxed);
-        result
+        (result, shared)
     }
 
     /// Waits until the kernel no longer reads the pair's transmit chains, or until `end`, because the guest may reuse returned
@@ -217,10 +226,14 @@ impl Device {
     pub(super) fn reset_all(&self) {
         for pair in &self.pairs {
             pair.changing.store(true, Ordering::Relaxed);
-            self.change_receive(pair, Vring::reset);
-            pair.transmit.lock().vring.reset();
+            let received = self.change_receive(pair, Vring::reset);
+            let mut transmit = pair.transmit.lock();
+            let transmitted = transmit.vring.shared();
+            transmit.vring.reset();
+            drop(transmit);
             pair.changing.store(false, Ordering::Relaxed);
             pair.ring();
+            drop((received, transmitted));
         }
         self.set_private_memory(None);
     }
@@ -230,6 +243,12 @@ impl Device {
         for index in 0..self.vrings() {
             self.change(index, &mut change);
         }
+    }
+
+    /// True if nobody holds the lock of a vring.
+    #[cfg(test)]
+    pub(super) fn is_unlocked(&self) -> bool {
+        self.pairs.iter().all(|pair| pair.transmit.try_lock().is_some() && pair.receive.try_lock().is_some())
     }
 
     /// Applies the state common to all vrings.
@@ -322,7 +341,7 @@ impl Device {
         };
         let ring = &mut running.ring;
         let result = giver.give(ring, &self.owner(running.format), frames, drops);
-        let poisoned = ring.memory().is_poisoned();
+        let poisoned = ring.is_poisoned();
         if coalescing.is_on() {
             coalescing.gave(bytes);
             ring.show();
@@ -340,17 +359,18 @@ impl Device {
         }
     }
 
-    /// Notifies an idle guest of `bytes` bytes that are about to be delivered.
-    fn inject_early(&self, vring: &mut Vring, coalescing: &mut Coalescing, bytes: u64) {
-        let Some(running) = vring.running() else { return };
+    /// Notifies an idle guest of `bytes` bytes that are about to be delivered, or have only arrived. Returns true if it was.
+    fn inject_early(&self, vring: &mut Vring, coalescing: &mut Coalescing, bytes: u64) -> bool {
+        let Some(running) = vring.running() else { return false };
         if running.ring.caught_up() {
             running.ring.settle();
-            coalescing.caught_up();
+            coalescing.reacted();
         }
         let waits = running.ring.would_wait();
-        if coalescing.before(bytes, waits, Instant::now(), &self.stats.interrupts) && vring.notify() {
-            self.stats.notifications.add(1);
-        }
+        let notifies =
+            coalescing.before(bytes, waits, Instant::now(), &self.stats.interrupts) && vring.notify();
+        self.stats.notifications.add(u64::from(notifies));
+        notifies
     }
 
     /// Calls `then` for the receive vrings that frames for `queue` may have gone to: that queue's vring, and the first one.
@@ -379,12 +399,20 @@ impl Coalesce for Device {
         self.coalesces.load(Ordering::Relaxed)
     }
 
-    fn end_of_coalescing(&self, queue: usize) -> bool {
-        let mut withheld = false;
+    fn announce(&self, queue: usize, bytes: u64) -> bool {
+        let mut guard = self.receiving(queue);
+        let Receive { vring, coalescing, .. } = &mut *guard;
+        let notified = coalescing.is_on() && self.inject_early(vring, coalescing, bytes);
+        self.stats.interrupts.early_at_arrival.add(u64::from(notified));
+        notified
+    }
+
+    fn end_of_coalescing(&self, queue: usize) -> Option<Duration> {
+        let mut withheld = None;
         self.delivered_to(queue, |Receive { vring, coalescing, .. }| {
             let Some(running) = vring.running() else { return };
             match coalescing.end(running.ring.waits(), Instant::now(), &self.stats.interrupts) {
-                EndDecision::Withhold => withheld = true,
+                EndDecision::Withhold(time) => withheld = Some(time),
                 EndDecision::Settled => running.ring.settle(),
                 EndDecision::Inject => {
                     running.ring.settle();
@@ -395,12 +423,26 @@ impl Coalesce for Device {
         withheld
     }
 
+    fn has_reacted(&self, queue: usize) -> bool {
+        let mut reacted = true;
+        self.delivered_to(queue, |Receive { vring, coalescing, .. }| {
+            let Some(running) = vring.running() else { return };
+            if running.ring.waits() {
+                reacted = false;
+            } else {
+                running.ring.settle();
+                coalescing.reacted();
+            }
+        });
+        reacted
+    }
+
     fn check(&self, queue: usize) {
         self.delivered_to(queue, |Receive { vring, coalescing, .. }| {
             let Some(running) = vring.running() else { return };
-            let waits = running.ring.waits();
+            let (waits, exact) = (running.ring.waits(), running.ring.has_event_index());
             running.ring.settle();
-            if coalescing.check(waits, &self.stats.interrupts) {
+            if coalescing.check(waits, exact, &self.stats.interrupts) {
                 self.stats.notifications.add(u64::from(vring.notify()));
             }
         });
@@ -422,7 +464,7 @@ impl Land for Device {
         }
         let Some(Running { ring, format, .. }) = vring.running() else { return false };
         let result = giver.land(ring, &self.owner(*format), (offload, len), fill);
-        let poisoned = ring.memory().is_poisoned();
+        let poisoned = ring.is_poisoned();
         if coalescing.is_on() {
             coalescing.gave(if result == Ok(true) { len as u64 } else { 0 });
             ring.show();
@@ -450,11 +492,12 @@ struct Health {
 
 impl Health {
     fn of(vring: &Vring, name: &str) -> Health {
-        let no_memory = vring.lacks_memory().then(|| NO_MEMORY.to_owned());
+        let no_memory = vring.lacks_memory().then_some(NO_MEMORY);
+        let lacks = no_memory.or_else(|| vring.lacks_log().then_some(NO_LOG));
         Health {
             up: vring.is_up(),
             broken: vring.broken().map(|reason| format!("the guest's {name} queue: {reason}")),
-            missing: no_memory.or_else(|| vring.unwatched().map(str::to_owned)),
+            missing: lacks.or_else(|| vring.unwatched()).map(str::to_owned),
             blank: vring.is_blank(),
         }
     }

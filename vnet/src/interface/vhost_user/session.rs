@@ -6,6 +6,7 @@
 use std::fs::File;
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use vhost::vhost_user::message::*;
 use vhost::vhost_user::{Backend, Error, GpuBackend, Result, VhostUserBackendReqHandlerMut};
@@ -17,7 +18,7 @@ use super::queue_pairs::Device;
 use super::vring::{Addresses, Common, Vring};
 use super::{config_space, features};
 use crate::interface::virtqueue::QUEUE_SIZE_MAX;
-use crate::interface::virtqueue::dirty::DirtyLog;
+use crate::interface::virtqueue::dirty::{DirtyLog, Signal};
 use crate::interface::virtqueue::memory::{GuestMemory, REGIONS_MAX, Region, RegionSpec};
 use crate::unix::Peer;
 use crate::wire::ethernet::Mac;
@@ -29,6 +30,8 @@ pub(super) struct Session {
     peer: Peer,
     common: Common,
     protocol: u64,
+    /// Tells the front end that pages were marked (SET_LOG_FD).
+    log_signal: Option<Signal>,
 }
 
 /// A protocol error with vnet's message.
@@ -67,7 +70,7 @@ fn map(spec: RegionSpec, file: &File) -> Result<Arc<Region>> {
 
 impl Session {
     pub(super) fn new(device: Arc<Device>, peer: Peer) -> Session {
-        Session { device, peer, common: Common::default(), protocol: 0 }
+        Session { device, peer, common: Common::default(), protocol: 0, log_signal: None }
     }
 
     /// True if REPLY_ACK was negotiated.
@@ -95,8 +98,7 @@ impl Session {
     fn set_regions(&mut self, regions: Vec<Arc<Region>>) -> Result<()> {
         let memory = GuestMemory::new(regions).map_err(|e| refuse(e.to_string()))?;
         self.common.memory = Some(Arc::new(memory));
-        self.device.set_common(&self.common);
-        Ok(())
+        self.apply()
     }
 
     fn regions(&self) -> &[Arc<Region>] {
@@ -120,6 +122,33 @@ impl Session {
             return Err(refuse(text));
         }
         Ok(())
+    }
+
+    /// Applies the state common to all vrings.
+    fn apply(&self) -> Result<()> {
+        if let (true, Some(log), Some(memory)) = (self.common.logs(), &self.common.log, &self.common.memory) {
+            let (bytes, needed) = (log.bytes(), DirtyLog::bytes_for(memory));
+            if bytes < needed {
+                return Err(refuse(format!(
+                    "the log of dirty pages has {bytes} bytes, but the guest's memory needs {needed}"
+                )));
+            }
+        }
+        self.device.set_common(&self.common);
+        Ok(())
+    }
+
+    /// Wraps the eventfd of SET_LOG_FD, signalled after pages were marked.
+    pub(super) fn set_log_fd(&mut self, file: File) -> Result<()> {
+        let event = self.event(Some(file))?;
+        self.log_signal = event.map(|event| -> Signal {
+            Arc::new(move || {
+                event.signal();
+            })
+        });
+        self.common.log =
+            self.common.log.take().map(|log| Arc::new(log.with_signal(self.log_signal.clone())));
+        self.apply()
     }
 
     /// Records whether the front end maps one of `files` privately: its guest then does not use the memory that vnetd sees.
@@ -178,8 +207,13 @@ impl VhostUserBackendReqHandlerMut for Session {
                 "the front end acknowledged features that were not offered: {foreign:#x}"
             )));
         }
+        let logged = self.common.logs();
         self.common.features = wanted;
-        self.device.set_common(&self.common);
+        if logged && !self.common.logs() {
+            // The migration has ended, or failed. The next one shares another log.
+            self.common.log = None;
+        }
+        self.apply()?;
         if wanted & features::PROTOCOL_FEATURES == 0 {
             // Without protocol features there is no SET_VRING_ENABLE, so rings start enabled.
             self.device.change_all(|vring| vring.set_enabled(true));
@@ -242,13 +276,19 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn get_vring_base(&mut self, index: u32) -> Result<VhostUserVringState> {
+        if self.common.logs() {
+            // Set before the ring stops: whoever finds the interface down also finds the reason.
+            self.device.departed.store(true, Ordering::Release);
+        }
         let base = self.vring(index, Vring::stop)?;
         Ok(VhostUserVringState::new(index, base.into()))
     }
 
     fn set_vring_kick(&mut self, index: u8, file: Option<File>) -> Result<()> {
         let file = checked_eventfd(file)?;
-        self.vring(index.into(), |vring| vring.set_kick(file))
+        self.vring(index.into(), |vring| vring.set_kick(file))?;
+        self.device.departed.store(false, Ordering::Release);
+        Ok(())
     }
 
     fn set_vring_call(&mut self, index: u8, file: Option<File>) -> Result<()> {
@@ -273,6 +313,7 @@ impl VhostUserBackendReqHandlerMut for Session {
             )));
         }
         self.protocol = wanted;
+        self.common.shares_log = wanted & VhostUserProtocolFeatures::LOG_SHMFD.bits() != 0;
         Ok(())
     }
 
@@ -375,18 +416,18 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_log_base(&mut self, log: &VhostUserLog, file: File) -> Result<()> {
-        if self.protocol & VhostUserProtocolFeatures::LOG_SHMFD.bits() == 0 {
-            closer::close(file);
-            return unsupported("SET_LOG_BASE");
-        }
-        match DirtyLog::map(&file, log.mmap_offset, log.mmap_size) {
-            Ok(log) => self.common.log = Some(Arc::new(log)),
+        // The kernel charges pages of the log that vnetd touches first to vnetd, like those of guest memory.
+        let mapped = self.check_share([log.mmap_size].into_iter()).and_then(|()| {
+            let mapped = DirtyLog::map(&file, log.mmap_offset, log.mmap_size);
+            mapped.map_err(|error| refuse(format!("the log of dirty pages: {error}")))
+        });
+        match mapped {
+            Ok(log) => self.common.log = Some(Arc::new(log.with_signal(self.log_signal.clone()))),
             Err(error) => {
                 closer::close(file);
-                return Err(refuse(error.to_string()));
+                return Err(error);
             }
         }
-        self.device.set_common(&self.common);
-        Ok(())
+        self.apply()
     }
 }

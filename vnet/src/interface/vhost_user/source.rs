@@ -87,7 +87,7 @@ impl Source for GuestSource {
         let Some(running) = vring.running() else { return nothing };
         let owner = self.device.owner(running.format);
         let result = take(&mut running.ring, &mut running.taken, &owner, batch, drops);
-        let poisoned = running.ring.memory().is_poisoned();
+        let poisoned = running.ring.is_poisoned();
         if poisoned {
             // The file behind the memory was truncated, so frames may have turned into zeros. Drop the whole burst.
             for frame in batch.frames() {

@@ -6,10 +6,9 @@
 //! [`Vring::update`] then rebuilds the ring at the old one's position.
 
 use std::fs::File;
-use std::os::fd::AsFd;
 use std::sync::Arc;
 
-use super::event::{Event, drain};
+use super::event::{Event, KickEvent};
 use super::features;
 use crate::interface::virtqueue::dirty::DirtyLog;
 use crate::interface::virtqueue::memory::GuestMemory;
@@ -33,16 +32,33 @@ pub(super) struct Addresses {
 pub(super) struct Common {
     pub(super) features: u64,
     pub(super) memory: Option<Arc<GuestMemory>>,
+    /// LOG_SHMFD was negotiated: the front end can share a log.
+    pub(super) shares_log: bool,
     pub(super) log: Option<Arc<DirtyLog>>,
 }
 
+impl Common {
+    /// True if every write to guest memory must be logged.
+    pub(super) fn logs(&self) -> bool {
+        self.shares_log && self.features & features::LOG_ALL != 0
+    }
+}
+
 /// How the guest notifies vnetd of new chains (SET_VRING_KICK).
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 enum Kick {
     /// The guest signals an eventfd.
-    Event(File),
+    Event(KickEvent),
     /// The guest does not notify (the message had no file descriptor), so the ring must be polled.
     Poll,
+}
+
+/// What a vring shares with the front end. Releasing the last owner may take long: unmapping a large guest takes seconds, and so
+/// does closing an eventfd with many waiters.
+pub(super) struct Shared {
+    _common: Common,
+    _kick: Option<Kick>,
+    _events: [Option<Event>; 2],
 }
 
 /// A running ring.
@@ -93,6 +109,13 @@ impl Vring {
         Vring { transmit, ..Vring::default() }
     }
 
+    /// What the vring shares with the front end now. A change is made between this call and unlocking; the result is dropped after
+    /// that, so that no dispatcher waits until something is released.
+    pub(super) fn shared(&self) -> Shared {
+        let _events = [self.call.clone(), self.error.clone()];
+        Shared { _common: self.common.clone(), _kick: self.kick.clone(), _events }
+    }
+
     /// The running ring; `None` if frames may not flow.
     #[inline]
     pub(super) fn running(&mut self) -> Option<&mut Running> {
@@ -119,6 +142,11 @@ impl Vring {
         self.kick.is_some() && self.size.is_some() && self.addresses.is_some() && self.common.memory.is_none()
     }
 
+    /// True if the front end wants writes logged and has not shared the log yet.
+    pub(super) fn lacks_log(&self) -> bool {
+        self.common.logs() && self.common.log.is_none()
+    }
+
     /// True if no driver seems to have used the ring.
     pub(super) fn is_blank(&self) -> bool {
         self.running.as_ref().is_some_and(|running| running.ring.is_blank())
@@ -128,7 +156,7 @@ impl Vring {
     /// consumes its wake-up.
     pub(super) fn count_kicks(&mut self) -> u64 {
         if let Some(Kick::Event(kick)) = &self.kick {
-            self.kicks = self.kicks.saturating_add(drain(kick));
+            self.kicks = self.kicks.saturating_add(kick.drain());
         }
         self.kicks
     }
@@ -253,7 +281,7 @@ impl Vring {
 
     /// SET_VRING_KICK: starts the ring; `None` if the guest does not notify.
     pub(super) fn set_kick(&mut self, kick: Option<File>) {
-        self.set_kick_source(Some(kick.map_or(Kick::Poll, Kick::Event)));
+        self.set_kick_source(Some(kick.map_or(Kick::Poll, |file| Kick::Event(KickEvent::new(file)))));
         self.update();
     }
 
@@ -261,7 +289,7 @@ impl Vring {
         // The front end holds the same open file, so closing vnetd's descriptor would leave the file in the epoll set: remove it
         // first.
         if let (Some(waker), Some(Kick::Event(old))) = (&self.waker, &self.kick) {
-            waker.forget(old.as_fd());
+            waker.forget(old);
         }
         self.kick = kick;
         self.kicks = 0;
@@ -286,7 +314,7 @@ impl Vring {
     /// Replaces the dispatcher's waker.
     pub(super) fn set_waker(&mut self, waker: Option<Waker>) {
         if let (Some(old), Some(Kick::Event(kick))) = (&self.waker, &self.kick) {
-            old.forget(kick.as_fd());
+            old.forget(kick);
         }
         self.waker = waker;
         self.watch_kick();
@@ -307,6 +335,10 @@ impl Vring {
         else {
             return;
         };
+        if self.lacks_log() {
+            // A front end that restarts a device during a migration starts the rings first. Nothing may be written unlogged.
+            return;
+        }
         let has = |bits| self.common.features & bits == bits;
         let config = RingConfig {
             size,
@@ -318,7 +350,7 @@ impl Vring {
             event_idx: has(features::EVENT_IDX),
             indirect: has(features::INDIRECT_DESC),
         };
-        let log = self.common.log.clone().filter(|_| has(features::LOG_ALL));
+        let log = self.common.log.clone().filter(|_| self.common.logs());
         match Ring::new(memory.clone(), &config, log) {
             Ok(mut ring) => {
                 if self.transmit {
@@ -357,7 +389,7 @@ impl Vring {
         }
         match (std::mem::take(&mut self.armed), &self.kick) {
             (true, Some(Kick::Event(kick))) => {
-                let count = drain(kick);
+                let count = kick.drain();
                 // Saturates, because a front end may write any count.
                 self.kicks = self.kicks.saturating_add(count);
                 count

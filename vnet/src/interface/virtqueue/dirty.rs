@@ -1,6 +1,10 @@
 //! Dirty page logging for live migration (vhost-user, "Migration"). While the VM's memory is copied to another host, vnetd marks
 //! each page it writes in a bitmap shared with the front end; otherwise the guest would lose that write.
+//!
+//! The bitmap is memory of the front end, and hostile: a truncated file poisons its mapping ([`sigbus`](super::sigbus)), which
+//! breaks the ring that logs to it. A mark changes single bits, whatever the front end writes there.
 
+use std::fmt;
 use std::fs::File;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -11,9 +15,19 @@ use super::memory::{GuestMemory, MemoryError, Region, RegionSpec};
 pub const LOG_PAGE: u64 = 4096;
 
 /// The dirty bitmap: bit `p % 8` of byte `p / 8` is the page at guest physical address `p * 4096`.
-#[derive(Debug)]
 pub struct DirtyLog {
     region: Arc<Region>,
+    /// Called after each burst of marks (SET_LOG_FD).
+    signal: Option<Signal>,
+}
+
+/// Tells the front end that pages were marked.
+pub type Signal = Arc<dyn Fn() + Send + Sync>;
+
+impl fmt::Debug for DirtyLog {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DirtyLog").field("region", &self.region).finish_non_exhaustive()
+    }
 }
 
 impl DirtyLog {
@@ -23,7 +37,37 @@ impl DirtyLog {
     /// See [`Region::map`].
     pub fn map(file: &File, offset: u64, len: u64) -> Result<DirtyLog, MemoryError> {
         let region = Region::map(RegionSpec { guest_addr: 0, user_addr: 0, len, offset }, file)?;
-        Ok(DirtyLog { region })
+        Ok(DirtyLog { region, signal: None })
+    }
+
+    /// The same bitmap, with `signal` called after each burst of marks.
+    pub fn with_signal(&self, signal: Option<Signal>) -> DirtyLog {
+        DirtyLog { region: self.region.clone(), signal }
+    }
+
+    /// Length of the bitmap in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.region.spec().len
+    }
+
+    /// Bytes that a bitmap of `memory` needs at least.
+    pub fn bytes_for(memory: &GuestMemory) -> u64 {
+        // Regions are sorted and never empty.
+        let last = memory.regions().last().map(|region| region.spec());
+        last.map_or(0, |last| (last.guest_addr + (last.len - 1)) / LOG_PAGE / 8 + 1)
+    }
+
+    /// True once the bitmap's file was truncated: marks are lost.
+    #[inline]
+    pub fn is_poisoned(&self) -> bool {
+        self.region.is_poisoned()
+    }
+
+    /// Reports the marks of a burst.
+    pub(super) fn report(&self) {
+        if let Some(signal) = &self.signal {
+            signal();
+        }
     }
 
     /// Marks the pages of `len` bytes at guest physical address `addr`. These bytes must have been written, because the cost is
@@ -40,7 +84,9 @@ impl DirtyLog {
             // SAFETY: the byte lies inside the region, which stays mapped as long as `self`; a byte is always aligned, and the
             // front end, which clears bits concurrently, also uses atomic operations.
             let byte = unsafe { AtomicU8::from_ptr(self.region.host().add((page / 8) as usize)) };
-            byte.fetch_or(1 << (page % 8), Ordering::Relaxed);
+            // Release: a front end that sees the bit also sees the bytes written to the page. Never skipped for a bit that is
+            // set already, because the front end may clear it and copy the page before these bytes are visible.
+            byte.fetch_or(1 << (page % 8), Ordering::Release);
         }
     }
 

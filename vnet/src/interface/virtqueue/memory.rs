@@ -163,12 +163,32 @@ impl Region {
 
 impl Drop for Region {
     fn drop(&mut self) {
+        #[cfg(test)]
+        unmapping::tell(&self.spec);
         // Unregister before unmapping: the signal handler must never replace pages that another mapping may reuse.
         self.registration = None;
         // SAFETY: the region owns the mapping; its last owner is gone, so no pointer into it is used any more.
         if let Err(error) = unsafe { munmap(self.mapping.cast(), self.mapping_len) } {
             tracing::warn!(%error, "cannot unmap guest memory");
         }
+    }
+}
+
+/// Lets a test look on while a region is about to be unmapped.
+#[cfg(test)]
+pub(crate) mod unmapping {
+    use super::RegionSpec;
+
+    type Witness = Box<dyn Fn(&RegionSpec) + Send>;
+    static WITNESSES: parking_lot::Mutex<Vec<Witness>> = parking_lot::Mutex::new(vec![]);
+
+    /// Calls `witness` for each region of the process that is unmapped from now on.
+    pub(crate) fn watch(witness: impl Fn(&RegionSpec) + Send + 'static) {
+        WITNESSES.lock().push(Box::new(witness));
+    }
+
+    pub(super) fn tell(spec: &RegionSpec) {
+        WITNESSES.lock().iter().for_each(|witness| witness(spec));
     }
 }
 
@@ -443,6 +463,39 @@ mod tests {
                 ftruncate(&file, 0x1000).unwrap();
             });
         }
+    }
+
+    /// A front end truncates its guest's memory while vnetd copies from it; another guest's memory stays as it is, and the copy
+    /// ends. 10^5 times with VNET_TEST_TRUNCATIONS=100000.
+    #[test]
+    fn files_that_are_truncated_during_a_copy_affect_no_other_memory() {
+        const LEN: usize = 0x8000;
+        let times = std::env::var("VNET_TEST_TRUNCATIONS").map_or(5_000, |text| text.parse().unwrap());
+        let (sender, files) = std::sync::mpsc::sync_channel::<File>(0);
+        let truncating =
+            std::thread::spawn(move || files.iter().for_each(|file| ftruncate(&file, 0x1000).unwrap()));
+        let other = memfd(2 * LEN as u64);
+        let healthy =
+            GuestMemory::new(vec![Region::map(spec(0, 2 * LEN as u64, 0), &other).unwrap()]).unwrap();
+        let (buffer, kept) =
+            (healthy.translate(0, LEN).unwrap(), healthy.translate(LEN as u64, LEN).unwrap());
+        // SAFETY: `translate` returned a pointer to `LEN` mapped bytes.
+        unsafe { kept.write_bytes(0x5a, LEN) };
+        for _ in 0..times {
+            let file = memfd(LEN as u64);
+            let memory = GuestMemory::new(vec![Region::map(spec(0, LEN as u64, 0), &file).unwrap()]).unwrap();
+            let guest = memory.translate(0, LEN).unwrap();
+            sender.send(file).unwrap();
+            while !memory.is_poisoned() {
+                // SAFETY: both ranges have `LEN` mapped bytes, in two mappings; the signal handler replaces missing pages.
+                unsafe { crate::copy::copy(guest, buffer, LEN) };
+            }
+        }
+        drop(sender);
+        truncating.join().unwrap();
+        assert!(!healthy.is_poisoned());
+        // SAFETY: as above.
+        assert!(unsafe { std::slice::from_raw_parts(kept, LEN) }.iter().all(|byte| *byte == 0x5a));
     }
 
     #[test]

@@ -28,6 +28,8 @@ pub mod split;
 #[cfg(any(test, feature = "test-util"))]
 pub mod fuzz;
 #[cfg(any(test, feature = "test-util"))]
+pub mod fuzz_dirty;
+#[cfg(any(test, feature = "test-util"))]
 pub mod mock;
 #[cfg(test)]
 mod tests;

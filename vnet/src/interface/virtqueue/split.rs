@@ -186,12 +186,15 @@ impl Ring {
                 Err(RingError::Misaligned { part, addr })
             }
         };
+        // flags, idx, ring[n], avail_event
+        let used = part("used ring", config.used, 6 + 8 * n, 4)?;
+        // A front end that logs all writes and gives no address for the ring gets the ring's own.
+        let used_log = config.used_log.or_else(|| memory.guest_addr(used)).filter(|_| log.is_some());
         let mut ring = Ring {
             descriptors: part("descriptor table", config.descriptors, Descriptor::SIZE * n, 16)?,
             // flags, idx, ring[n], used_event
             available: part("available ring", config.available, 6 + 2 * n, 2)?,
-            // flags, idx, ring[n], avail_event
-            used: part("used ring", config.used, 6 + 8 * n, 4)?,
+            used,
             translator: Translator::new(memory),
             size,
             event_idx: config.event_idx,
@@ -205,7 +208,7 @@ impl Ring {
             heads: Box::new([Head::NONE; BURST]),
             at: 0,
             primed: 0,
-            used_log: config.used_log.filter(|_| log.is_some()),
+            used_log,
             log,
         };
         let used = ring.used_idx().load(Ordering::Acquire);
@@ -241,6 +244,13 @@ impl Ring {
     #[inline]
     pub fn memory(&self) -> &Arc<GuestMemory> {
         self.translator.memory()
+    }
+
+    /// True once a file behind the guest's memory or the dirty log was truncated: data read may be substituted zeros, and marks
+    /// may be lost.
+    #[inline]
+    pub fn is_poisoned(&self) -> bool {
+        self.memory().is_poisoned() || self.log.as_ref().is_some_and(|log| log.is_poisoned())
     }
 
     /// Copies the heads and first descriptors of up to `max` (at most [`BURST`]) waiting chains and prefetches their buffers.
@@ -395,7 +405,7 @@ impl Ring {
         self.unsettled = self.unsettled.saturating_add(u32::from(new.wrapping_sub(self.published)));
         self.published = new;
         if self.log.is_some() {
-            self.log_used(2, 2);
+            self.log_shown();
         }
     }
 
@@ -432,6 +442,11 @@ impl Ring {
     #[inline]
     pub fn caught_up(&self) -> bool {
         self.event_idx && self.unsettled != 0 && self.used_event().load(Ordering::Relaxed) == self.published
+    }
+
+    /// True if the driver shows by an event index how far it has come.
+    pub fn has_event_index(&self) -> bool {
+        self.event_idx
     }
 
     /// True if the driver is idle: it wants to be notified of the next used entry and has none to consume.
@@ -494,6 +509,15 @@ impl Ring {
         self.used_flags().store(flags, Ordering::Relaxed);
         if self.log.is_some() {
             self.log_used(0, 2);
+        }
+    }
+
+    /// Logs the used index, the last write of a burst.
+    #[cold]
+    fn log_shown(&self) {
+        self.log_used(2, 2);
+        if let Some(log) = &self.log {
+            log.report();
         }
     }
 

@@ -35,6 +35,8 @@ static long (*const bpf_skb_adjust_room)(struct __sk_buff *skb, __s32 len_diff, 
 static __u32 (*const bpf_get_hash_recalc)(struct __sk_buff *skb) = (void *)BPF_FUNC_get_hash_recalc;
 static long (*const bpf_redirect_neigh)(__u32 device, void *next, int len, __u64 flags) =
 	(void *)BPF_FUNC_redirect_neigh;
+static long (*const bpf_fib_lookup)(void *ctx, struct bpf_fib_lookup *params, int len, __u32 flags) =
+	(void *)BPF_FUNC_fib_lookup;
 static __s64 (*const bpf_csum_diff)(__be32 *from, __u32 from_len, __be32 *to, __u32 to_len, __u32 seed) =
 	(void *)BPF_FUNC_csum_diff;
 static struct bpf_sock *(*const bpf_skc_lookup_tcp)(void *ctx, struct bpf_sock_tuple *tuple, __u32 size,
@@ -100,15 +102,20 @@ INLINE long to_guest(struct __sk_buff *skb, __u32 device, __u32 own_address)
 #define UDP 17
 #define BPF_TCP_LISTEN 10
 
-/* Headers of a frame: Ethernet type, IPv4 without options, ports. */
-struct inner {
-	__u16 unused;
-	__u16 type;
+/* An IPv4 header without options. */
+struct ip4 {
 	__u8 version, tos;
 	__u16 len, id, fragment;
 	__u8 ttl, protocol;
 	__u16 sum;
 	__u32 src, dst;
+};
+
+/* Headers of a frame: Ethernet type, IPv4 without options, ports. */
+struct inner {
+	__u16 unused;
+	__u16 type;
+	struct ip4 ip;
 	__u16 sport, dport;
 };
 
@@ -130,10 +137,10 @@ INLINE int may_leave_tunnel(struct __sk_buff *skb, __u32 at, const struct flow *
 		return 0;
 	if (!segment)
 		return 1;
-	if (in.version != 0x45 || in.protocol != TCP || namespace == NO_NAMESPACE)
+	if (in.ip.version != 0x45 || in.ip.protocol != TCP || namespace == NO_NAMESPACE)
 		return 0;
-	tuple.ipv4.saddr = in.src;
-	tuple.ipv4.daddr = in.dst;
+	tuple.ipv4.saddr = in.ip.src;
+	tuple.ipv4.daddr = in.ip.dst;
 	tuple.ipv4.sport = in.sport;
 	tuple.ipv4.dport = in.dport;
 	sock = bpf_skc_lookup_tcp(skb, &tuple, sizeof(tuple.ipv4), namespace, 0);

@@ -16,13 +16,15 @@ INLINE long forward(struct __sk_buff *skb, const struct port *port)
 	if (flow->kind != TO_LINK)
 		return TC_ACT_SHOT;
 	sent = encapsulate(skb, flow, port->network);
+	if (!sent)
+		sent = split(skb, flow, port->network);
 	/* vnetd segments what does not fit the path to a VTEP, or drops it. */
 	if (!sent && !flow->device)
 		return TC_ACT_UNSPEC;
 	count(&verdict);
 	if (sent)
 		return sent;
-	if (fit(skb, flow->segment_max) || split(skb, flow, port->network) < 0)
+	if (fit(skb, flow->segment_max))
 		return TC_ACT_SHOT;
 	return to_wire(skb, flow->device, flow->remote, port->network);
 }

@@ -54,17 +54,17 @@ int from_underlay(struct __sk_buff *skb)
 		return CONTINUE;
 	/* The VXLAN device marks the frame of a datagram that met congestion (RFC 6040). The UDP checksum need not be verified (RFC 7348
 	 * section 5): the guest verifies the frame's own, of which the helper below keeps the state right. */
-	if (out.protocol != UDP || out.version != 0x45 || (out.tos & 3) == 3 || out.fragment & __builtin_bswap16(0x3fff) ||
+	if (out.ip.protocol != UDP || out.ip.version != 0x45 || (out.ip.tos & 3) == 3 || out.ip.fragment & __builtin_bswap16(0x3fff) ||
 	    out.flags != VXLAN_FLAGS_BE || out.vni & __builtin_bswap32(0xff))
 		return CONTINUE;
-	at.remote = __builtin_bswap32(out.src);
+	at.remote = __builtin_bswap32(out.ip.src);
 	at.port = __builtin_bswap16(out.dport);
 	peer = bpf_map_lookup_elem(&peers, &at);
 	if (!peer)
 		return CONTINUE;
 	from = *(volatile __u16 *)&peer->from;
 	/* A device that is not on the route to the peer is left to the stack's checks of sources. */
-	if (peer->device != skb->ifindex || peer->local != __builtin_bswap32(out.dst) || ip_sum(&out) ||
+	if (peer->device != skb->ifindex || peer->local != __builtin_bswap32(out.ip.dst) || ip_sum(&out.ip) ||
 	    !is_single(skb, peer))
 		return CONTINUE;
 	if (bpf_skb_load_bytes(skb, OUTER_LEN, eth, sizeof(eth)))

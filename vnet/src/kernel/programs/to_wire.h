@@ -51,6 +51,7 @@ INLINE int fit(struct __sk_buff *skb, __u32 segment_max)
 }
 
 #define OUTER_LEN 50
+#define IP_LEN 20
 #define VXLAN_FLAGS_BE __builtin_bswap32(0x08000000)
 #define DONT_FRAGMENT_BE __builtin_bswap16(0x4000)
 /* Since Linux 5.13. */
@@ -63,45 +64,87 @@ struct outer {
 	__u16 unused;
 	__u8 eth[12];
 	__u16 type;
-	__u8 version, tos;
-	__u16 len, id, fragment;
-	__u8 ttl, protocol;
-	__u16 sum;
-	__u32 src, dst;
+	struct ip4 ip;
 	__u16 sport, dport, udp_len, udp_sum;
 	__u32 flags, vni;
 };
 
-INLINE __u16 ip_sum(struct outer *out)
+INLINE __u16 ip_sum(struct ip4 *ip)
 {
-	__u64 sum = bpf_csum_diff(0, 0, (__be32 *)&out->version, 20, 0);
+	__u64 sum = bpf_csum_diff(0, 0, (__be32 *)ip, IP_LEN, 0);
 
 	sum = (sum & 0xffff) + (sum >> 16 & 0xffff);
 	sum = (sum & 0xffff) + (sum >> 16);
 	return ~sum;
 }
 
+/* Headers of a datagram for the frame, without what depends on its length; `type` is the frame's own. Returns 0 for a frame that
+ * needs the VXLAN device. */
+INLINE int head_of(struct __sk_buff *skb, struct flow *flow, __u32 network, struct outer *out)
+{
+	__u8 tos[2];
+
+	if (!flow->underlay || skb->vlan_present)
+		return 0;
+	if (bpf_skb_load_bytes(skb, 0, out->eth, sizeof(out->eth) + 2) || bpf_skb_load_bytes(skb, ETH_LEN, tos, 2))
+		return 0;
+	if (out->type == ETH_P_IP_BE)
+		out->ip.tos = tos[1];
+	else if (out->type == ETH_P_IPV6_BE)
+		out->ip.tos = tos[1] >> 4;
+	else
+		return 0;
+	/* RFC 6040: the mark of an ECN-capable transport, or of congestion. */
+	out->ip.tos &= flow->ecn_mask;
+	out->ip.version = 0x45;
+	out->ip.fragment = DONT_FRAGMENT_BE;
+	out->ip.ttl = TTL;
+	out->ip.protocol = UDP;
+	out->ip.src = __builtin_bswap32(flow->local);
+	out->ip.dst = __builtin_bswap32(flow->remote);
+	out->sport = __builtin_bswap16(flow->first_port + (bpf_get_hash_recalc(skb) & flow->port_mask));
+	out->dport = __builtin_bswap16(flow->port);
+	out->flags = VXLAN_FLAGS_BE;
+	out->vni = __builtin_bswap32(network << 8);
+	return 1;
+}
+
+/* Writes the headers before a frame of `len` bytes, for which there is room. Not 0: the frame is damaged. */
+INLINE int write_head(struct __sk_buff *skb, struct outer *out, __u32 len)
+{
+	out->type = ETH_P_IP_BE;
+	out->ip.len = __builtin_bswap16(len + OUTER_LEN - ETH_LEN);
+	out->udp_len = __builtin_bswap16(len + 16);
+	out->ip.sum = 0;
+	out->ip.sum = ip_sum(&out->ip);
+	return bpf_skb_store_bytes(skb, 0, out->eth, OUTER_LEN, 0);
+}
+
+/* Makes room for the headers before a frame. Returns 0 if the kernel refuses, and a negative number if the frame is damaged. */
+INLINE int make_room(struct __sk_buff *skb, struct outer *out, __u64 flags)
+{
+	__u16 inner_type = out->type;
+
+	flags |= BPF_F_ADJ_ROOM_ENCAP_L3_IPV4 | BPF_F_ADJ_ROOM_ENCAP_L4_UDP | BPF_F_ADJ_ROOM_ENCAP_L2(ETH_LEN) |
+		 BPF_F_ADJ_ROOM_ENCAP_L2_ETH;
+	if (bpf_skb_adjust_room(skb, OUTER_LEN, BPF_ADJ_ROOM_MAC, flags))
+		return 0;
+	/* bpf_redirect_neigh replaces the addresses before the headers, so a copy of the frame's own follows the headers. */
+	if (bpf_skb_store_bytes(skb, OUTER_LEN, out->eth, sizeof(out->eth), 0) ||
+	    bpf_skb_store_bytes(skb, OUTER_LEN + 12, &inner_type, 2, 0))
+		return -1;
+	return 1;
+}
+
 /* Makes the frame a datagram and sends it without the VXLAN device. Returns 0 for a frame that needs the device; it is unchanged. */
 INLINE long encapsulate(struct __sk_buff *skb, struct flow *flow, __u32 network)
 {
 	__u32 len = *(volatile __u32 *)&skb->len, size = *(volatile __u32 *)&skb->gso_size, headers;
-	__u64 flags = BPF_F_ADJ_ROOM_ENCAP_L3_IPV4 | BPF_F_ADJ_ROOM_ENCAP_L4_UDP | BPF_F_ADJ_ROOM_ENCAP_L2(ETH_LEN) |
-		      BPF_F_ADJ_ROOM_ENCAP_L2_ETH;
-	__u32 underlay = flow->underlay;
 	struct outer out = {};
-	__u16 inner_type;
-	__u8 tos[2];
+	__u64 flags = 0;
+	int done;
 
-	if (!underlay || skb->vlan_present)
-		return 0;
-	if (bpf_skb_load_bytes(skb, 0, out.eth, sizeof(out.eth) + 2) || bpf_skb_load_bytes(skb, ETH_LEN, tos, 2))
-		return 0;
-	inner_type = out.type;
-	if (inner_type == ETH_P_IP_BE)
-		out.tos = tos[1];
-	else if (inner_type == ETH_P_IPV6_BE)
-		out.tos = tos[1] >> 4;
-	else
+	if (!head_of(skb, flow, network, &out))
 		return 0;
 	if (size) {
 		headers = tcp_headers(skb);
@@ -110,67 +153,93 @@ INLINE long encapsulate(struct __sk_buff *skb, struct flow *flow, __u32 network)
 		if (!headers || size + headers > flow->segment_max + OUTER_LEN)
 			return 0;
 		if (size + headers <= flow->segment_max)
-			flags |= BPF_F_ADJ_ROOM_FIXED_GSO;
+			flags = BPF_F_ADJ_ROOM_FIXED_GSO;
 	} else if (len > flow->segment_max + ETH_LEN) {
 		return 0;
 	}
-	/* RFC 6040: the mark of an ECN-capable transport, or of congestion. */
-	out.tos &= flow->ecn_mask;
-	out.version = 0x45;
-	out.len = __builtin_bswap16(len + OUTER_LEN - ETH_LEN);
-	out.fragment = DONT_FRAGMENT_BE;
-	out.ttl = TTL;
-	out.protocol = UDP;
-	out.src = __builtin_bswap32(flow->local);
-	out.dst = __builtin_bswap32(flow->remote);
-	out.sum = ip_sum(&out);
-	out.sport = __builtin_bswap16(flow->first_port + (bpf_get_hash_recalc(skb) & flow->port_mask));
-	out.dport = __builtin_bswap16(flow->port);
-	out.udp_len = __builtin_bswap16(len + 16);
-	out.flags = VXLAN_FLAGS_BE;
-	out.vni = __builtin_bswap32(network << 8);
-	if (bpf_skb_adjust_room(skb, OUTER_LEN, BPF_ADJ_ROOM_MAC, flags))
+	done = make_room(skb, &out, flags);
+	if (!done)
 		return 0;
-	/* bpf_redirect_neigh replaces the addresses before the headers, so a copy of the frame's own follows the headers. */
-	if (bpf_skb_store_bytes(skb, OUTER_LEN, out.eth, sizeof(out.eth), 0) ||
-	    bpf_skb_store_bytes(skb, OUTER_LEN + 12, &inner_type, 2, 0))
+	if (done < 0 || write_head(skb, &out, len))
 		return TC_ACT_SHOT;
-	out.type = ETH_P_IP_BE;
-	if (bpf_skb_store_bytes(skb, 0, out.eth, OUTER_LEN, 0))
-		return TC_ACT_SHOT;
-	return bpf_redirect_neigh(underlay, 0, 0, 0);
+	return bpf_redirect_neigh(flow->underlay, 0, 0, 0);
+}
+
+/* Tells the VXLAN device where the frame goes. Not 0: the kernel refuses. */
+INLINE long aim(struct __sk_buff *skb, __u32 remote, __u32 network)
+{
+	struct bpf_tunnel_key key = { .tunnel_id = network, .remote_ipv4 = remote, .tunnel_ttl = TTL };
+
+	return bpf_skb_set_tunnel_key(skb, &key, TUNNEL_KEY_LEN, BPF_F_ZERO_CSUM_TX);
 }
 
 /* Sends a frame by the VXLAN device. */
 INLINE long to_wire(struct __sk_buff *skb, __u32 device, __u32 remote, __u32 network)
 {
-	struct bpf_tunnel_key key = { .tunnel_id = network, .remote_ipv4 = remote, .tunnel_ttl = TTL };
-
-	if (bpf_skb_set_tunnel_key(skb, &key, TUNNEL_KEY_LEN, BPF_F_ZERO_CSUM_TX))
-		return TC_ACT_SHOT;
-	return bpf_redirect(device, 0);
+	return aim(skb, remote, network) ? TC_ACT_SHOT : bpf_redirect(device, 0);
 }
 
-#define IP_LEN 20
+/* sys/socket.h */
+#define AF_INET 2
 #define MORE_FRAGMENTS 0x2000
 #define FRAGMENT_OFFSET 0x1fff
 /* Payload of the second part of a fragment that does not fit: more than an underlay usually lacks, and a multiple of 8. */
 #define REST 128
 
-/* Makes two of an IP fragment that is too long for one datagram, as a router would: sends the first part and leaves the second. The
- * VXLAN device would send two datagrams, too, but as fragments, which the other host would have to reassemble before it
- * removes the tunnel's headers. Returns 0 for other frames, and a negative number if the frame is damaged. */
-INLINE int split(struct __sk_buff *skb, struct flow *flow, __u32 network)
+/* Finds the addresses of Ethernet for packets to the flow's other host, as for packets from the wire's TAP: the kernel tells them
+ * only for devices that may forward. Returns 0 if it does not know them. */
+INLINE int next_hop(struct __sk_buff *skb, struct flow *flow, __u8 eth[12])
 {
-	__u32 len = *(volatile __u32 *)&skb->len, payload = len - ETH_LEN - IP_LEN, fragment;
-	struct bpf_tunnel_key key = { .tunnel_id = network, .remote_ipv4 = flow->remote, .tunnel_ttl = TTL };
-	struct outer part = {};
-	__u8 rest[REST];
+	struct bpf_fib_lookup hop = { .family = AF_INET, .l4_protocol = UDP, .tot_len = IP_LEN };
+	__u32 device = flow->device;
+	struct port *wire = bpf_map_lookup_elem(&ports, &device);
 
-	if (skb->gso_size || skb->vlan_present || skb->protocol != ETH_P_IP_BE || len <= flow->segment_max + ETH_LEN ||
-	    len > flow->segment_max + ETH_LEN + REST)
+	if (!wire)
 		return 0;
-	if (bpf_skb_load_bytes(skb, ETH_LEN, &part.version, IP_LEN) || bpf_skb_load_bytes(skb, len - REST, rest, REST))
+	hop.ifindex = wire->other;
+	hop.ipv4_src = __builtin_bswap32(flow->local);
+	hop.ipv4_dst = __builtin_bswap32(flow->remote);
+	if (bpf_fib_lookup(skb, &hop, sizeof(hop), 0) || hop.ifindex != flow->underlay)
+		return 0;
+	for (int at = 0; at < 6; at++) {
+		eth[at] = hop.dmac[at];
+		eth[6 + at] = hop.smac[at];
+	}
+	/* Kernels before 5.19 tell addresses that they do not know yet. */
+	return eth[0] | eth[1] | eth[2] | eth[3] | eth[4] | eth[5];
+}
+
+/* Removes bytes from a frame whose headers and payload are written afterwards: from the end or, as the kernel does not shorten a
+ * tunnel's packet there, behind the first Ethernet header. Not 0: the kernel refuses. */
+INLINE long shorten(struct __sk_buff *skb, __u32 is_datagram, __u32 less)
+{
+	if (!is_datagram)
+		return bpf_skb_change_tail(skb, *(volatile __u32 *)&skb->len - less, 0);
+	for (int times = 0; times < 3 && less; times++) {
+		__u32 now = less < ROOM_MAX ? less : ROOM_MAX;
+
+		if (bpf_skb_adjust_room(skb, -(__s32)now, BPF_ADJ_ROOM_MAC, 0))
+			return -1;
+		less -= now;
+	}
+	return less;
+}
+
+/* Sends an IP fragment that is too long for one datagram as two smaller fragments, as a router would. The VXLAN device would send two
+ * datagrams, too, but as fragments, which the other host would have to reassemble before it removes the tunnel's headers.
+ * Returns 0 for other frames; they are unchanged. */
+INLINE long split(struct __sk_buff *skb, struct flow *flow, __u32 network)
+{
+	__u32 len = *(volatile __u32 *)&skb->len, payload = len - ETH_LEN - IP_LEN, fragment, at;
+	struct outer out = {};
+	struct ip4 part;
+	__u8 rest[REST], eth[12];
+	__u16 type = ETH_P_IP_BE;
+
+	if (!flow->device || skb->gso_size || skb->vlan_present || skb->protocol != ETH_P_IP_BE ||
+	    len <= flow->segment_max + ETH_LEN || len > flow->segment_max + ETH_LEN + REST || payload < 2 * REST)
+		return 0;
+	if (bpf_skb_load_bytes(skb, ETH_LEN, &part, IP_LEN) || bpf_skb_load_bytes(skb, len - REST, rest, REST))
 		return 0;
 	fragment = __builtin_bswap16(part.fragment);
 	/* A whole datagram's checksum may be missing yet, and one that must not be fragmented goes as it is. */
@@ -178,25 +247,36 @@ INLINE int split(struct __sk_buff *skb, struct flow *flow, __u32 network)
 	    !(fragment & (MORE_FRAGMENTS | FRAGMENT_OFFSET)) || fragment & ~(MORE_FRAGMENTS | FRAGMENT_OFFSET) ||
 	    (fragment & FRAGMENT_OFFSET) + payload / 8 > FRAGMENT_OFFSET)
 		return 0;
+	at = next_hop(skb, flow, eth) && head_of(skb, flow, network, &out) ? OUTER_LEN : 0;
 	part.len = __builtin_bswap16(IP_LEN + payload - REST);
 	part.fragment = __builtin_bswap16(fragment | MORE_FRAGMENTS);
 	part.sum = 0;
 	part.sum = ip_sum(&part);
 	if (bpf_skb_change_tail(skb, len - REST, 0))
 		return 0;
-	if (bpf_skb_store_bytes(skb, ETH_LEN, &part.version, IP_LEN, 0) ||
-	    bpf_skb_set_tunnel_key(skb, &key, TUNNEL_KEY_LEN, BPF_F_ZERO_CSUM_TX) ||
-	    bpf_clone_redirect(skb, flow->device, 0))
-		return -1;
+	if (bpf_skb_store_bytes(skb, ETH_LEN, &part, IP_LEN, 0))
+		return TC_ACT_SHOT;
+	if (at) {
+		if (make_room(skb, &out, 0) <= 0)
+			return TC_ACT_SHOT;
+		__builtin_memcpy(out.eth, eth, sizeof(eth));
+		if (bpf_skb_load_bytes(skb, at, eth, sizeof(eth)) || write_head(skb, &out, len - REST) || bpf_clone_redirect(skb, flow->underlay, 0))
+			return TC_ACT_SHOT;
+	} else if (aim(skb, flow->remote, network) || bpf_clone_redirect(skb, flow->device, 0)) {
+		return TC_ACT_SHOT;
+	}
 	part.len = __builtin_bswap16(IP_LEN + REST);
 	part.fragment = __builtin_bswap16(fragment + (payload - REST) / 8);
 	part.sum = 0;
 	part.sum = ip_sum(&part);
-	if (bpf_skb_change_tail(skb, ETH_LEN + IP_LEN + REST, 0) ||
-	    bpf_skb_store_bytes(skb, ETH_LEN, &part.version, IP_LEN, 0) ||
-	    bpf_skb_store_bytes(skb, ETH_LEN + IP_LEN, rest, REST, 0))
-		return -1;
-	return 1;
+	if (shorten(skb, at, payload - 2 * REST) ||
+	    (at && (bpf_skb_store_bytes(skb, at, eth, sizeof(eth), 0) || bpf_skb_store_bytes(skb, at + 12, &type, 2, 0))) ||
+	    bpf_skb_store_bytes(skb, at + ETH_LEN, &part, IP_LEN, 0) ||
+	    bpf_skb_store_bytes(skb, at + ETH_LEN + IP_LEN, rest, REST, 0))
+		return TC_ACT_SHOT;
+	if (!at)
+		return to_wire(skb, flow->device, flow->remote, network);
+	return write_head(skb, &out, ETH_LEN + IP_LEN + REST) ? TC_ACT_SHOT : bpf_redirect_neigh(flow->underlay, 0, 0, 0);
 }
 
 SEC("classifier/try_wire")

@@ -14,7 +14,7 @@ use crate::link::rendezvous::hole_punching::PathChoice;
 use crate::link::sealed::roaming::RemoteAddress;
 use crate::link::sealed::session::Seal;
 use crate::link::socket::name::{Name, Target};
-use crate::link::socket::udp::Socket;
+use crate::link::socket::udp::{Oversize, Socket};
 use crate::wire::ethernet::Mac;
 use crate::wire::native::{HEADER_LEN, TAG_LEN};
 
@@ -86,6 +86,13 @@ impl Native {
     #[cold]
     pub(super) fn is_from_namesake(&self, probe: &[u8]) -> bool {
         self.host_tag.get().is_some_and(|tag| NameTag::found_in(probe) == Some(*tag))
+    }
+
+    /// What becomes of packets larger than the path MTU. On a sealed link only the other host's answers tell what arrives: ICMP is
+    /// not authenticated.
+    #[inline]
+    pub(super) fn oversize(&self) -> Oversize {
+        if self.seal.is_some() { Oversize::Probe } else { Oversize::Refuse }
     }
 
     /// UDP payload in bytes of an IP packet of `size` bytes.

@@ -143,7 +143,7 @@ impl NativeSender {
             let reason = if unknown { DropReason::NoAddress } else { DropReason::SendFailed };
             return out.dropped_all(reason, which);
         };
-        socket.set_dont_fragment(true);
+        socket.set_oversize(native.oversize());
         let keyring = native.seal.as_deref().map(Seal::keyring);
         let key = keyring.as_ref().and_then(|keyring| keyring.sealing(out.link.next_number()));
         if keyring.is_some() && key.is_none() {

@@ -98,6 +98,7 @@ impl Courier {
             datagram.resize(datagram.len() + TAG_LEN, 0);
             key.seal(&mut datagram);
         }
+        self.socket.set_oversize(native.oversize());
         self.socket.send(&datagram, name)?;
         link.stats.out_datagrams.add(1);
         Ok(())

@@ -11,8 +11,8 @@
 //!     +--> confirm                   the kernel's size first, then by halves
 //! ```
 //!
-//! The kernel's value (device, route, ICMP that it believed) is the starting point, used at once and never exceeded. It is
-//! confirmed while frames flow. When [`TRIES`] probes of it in a row are lost although small ones arrive, the path is a *black
+//! The kernel's value (device and route; on links in clear text also ICMP that it believed) is the starting point, used at once
+//! and never exceeded. It is confirmed while frames flow. When [`TRIES`] probes of it in a row are lost although small ones arrive, the path is a *black
 //! hole* for that size: the link falls back to [`BASE`] and searches for the largest size that arrives. While a peer does not
 //! answer small probes either, no size is judged, because its silence says nothing about sizes.
 //!

@@ -26,6 +26,7 @@ use super::probe_health::clock_us;
 use super::watch::{Monitored, PathWatch};
 use crate::link::socket::udp::Socket;
 use crate::link::state;
+use crate::threads;
 
 /// Interval between rounds.
 const TICK: Duration = Duration::from_millis(50);
@@ -63,7 +64,10 @@ impl Prober {
         let (links, stopping) = (Mutex::default(), AtomicBool::new(false));
         let work = Arc::new(Work { watch, socket, started, links, stopping });
         let run = work.clone();
-        let thread = std::thread::Builder::new().name("link-prober".into()).spawn(move || run.probe_all())?;
+        let thread = std::thread::Builder::new().name("link-prober".into()).spawn(move || {
+            threads::confine();
+            run.probe_all();
+        })?;
         Ok(Prober { work, thread: Some(thread) })
     }
 

@@ -118,6 +118,11 @@ impl Path {
         Some(self.route_mtu.load(Relaxed)).filter(|mtu| *mtu != 0).map(|mtu| self.limited(mtu))
     }
 
+    /// The kernel's path MTU; 0: not queried yet.
+    pub(super) fn route_mtu(&self) -> u32 {
+        self.route_mtu.load(Relaxed)
+    }
+
     /// Applies the configured limit to a path MTU.
     #[inline]
     fn limited(&self, mtu: u32) -> u16 {

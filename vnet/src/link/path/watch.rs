@@ -11,6 +11,7 @@ use super::state::Path;
 use crate::link::socket::buffers::buffer_bytes;
 use crate::link::socket::udp::{Socket, set};
 use crate::link::state::LinkState;
+use crate::netlink::configured_mtu;
 use crate::stats::PortStats;
 
 /// A link as the path room uses it.
@@ -106,10 +107,19 @@ impl PathWatch {
         }
         let reachable = !link.leaves_by_bridge() || self.sockets[0].reaches(remote.is_ipv4());
         link.path().set_route(if reachable {
-            self.routes.path_mtu(remote)
+            self.mtu_to(remote, link)
         } else {
             Err(io::Error::from_raw_os_error(libc::EAFNOSUPPORT))
         });
+    }
+
+    /// The path MTU to start from. What ICMP claims counts on links in clear text only.
+    fn mtu_to(&mut self, remote: SocketAddr, link: &dyn Monitored) -> io::Result<u32> {
+        let claimed = self.routes.path_mtu(remote)?;
+        if !link.is_sealed() || claimed == link.path().route_mtu() {
+            return Ok(claimed);
+        }
+        Ok(configured_mtu(self.sockets[0].local().ip(), remote).unwrap_or(claimed))
     }
 
     /// Sends multicast through the device on the route to `remote`.

@@ -29,8 +29,9 @@ use crate::link::normalised;
 use crate::link::sealed::identity::tls::{BYTES_MAX, Channel, HandshakeError, Patient, one_line};
 use crate::link::sealed::keeper::{Guest, GuestService};
 use crate::link::socket::buffers;
-use crate::link::socket::udp::dont_fragment;
+use crate::link::socket::udp::{Oversize, oversize};
 use crate::stats::{DiscardReason, PortStats};
+use crate::threads;
 
 /// How long a host waits for the other host. Its handshake has 5 s in all.
 const WAIT: Duration = Duration::from_millis(3500);
@@ -122,8 +123,10 @@ impl Relay {
             stopping: AtomicBool::new(false),
         });
         let forwarding = state.clone();
-        let thread =
-            std::thread::Builder::new().name("relay".into()).spawn(move || forwarding.forward_all())?;
+        let thread = std::thread::Builder::new().name("relay".into()).spawn(move || {
+            threads::confine();
+            forwarding.forward_all();
+        })?;
         Ok(Relay { state, thread: Some(thread) })
     }
 }
@@ -253,8 +256,8 @@ impl RelayState {
             socket.set_nonblocking(true).ok()?;
             let bytes = buffers::buffer_bytes(buffers::ASSUMED_MBPS);
             rustix::net::sockopt::set_socket_recv_buffer_size(&socket, bytes).ok()?;
-            // The hosts probe the MTU of the whole path; fragmentation at the relay would hide it.
-            dont_fragment(&socket, self.listen.is_ipv6(), true).ok()?;
+            // The hosts probe the MTU of the whole path: fragmentation at the relay would hide it, and ICMP may be forged.
+            oversize(&socket, self.listen.is_ipv6(), Oversize::Probe).ok()?;
             Some((socket, port))
         });
         sockets.next()

@@ -10,11 +10,12 @@
 //!  aead ------- encrypts and decrypts datagrams in place; replay: each number opens once
 //! ```
 //!
-//! [`keepalive`] shows that the peer lives and where it is; [`roaming`] follows it to another address. [`signature_algorithms`]
-//! signs records of the overlay with the same certificates.
+//! [`handshake_gate`] bounds the handshakes that other hosts start. [`keepalive`] shows that the peer lives and where it is;
+//! [`roaming`] follows it to another address. [`signature_algorithms`] signs records of the overlay with the same certificates.
 
 pub mod aead;
 pub mod handshake;
+pub(in crate::link) mod handshake_gate;
 pub mod identity;
 pub(in crate::link) mod keepalive;
 pub mod keeper;

@@ -13,8 +13,11 @@
 //! - A message whose packet, Ethernet header included, reaches the device's `gso_max_size` (65 536) is cut in software before it
 //!   gets there: 65 507 bytes cross a veth pair as 46 packets, 65 400 as one.
 //!
-//! So native datagrams are sent with `DO` and bare frames with `WANT`; senders switch with [`Socket::set_dont_fragment`]. The
-//! kernel accepts both options on an IPv6 socket and applies the one that fits.
+//! - `DO` obeys ICMP's "fragmentation needed", which anybody can forge who guesses addresses and ports. `PROBE` sets DF like `DO`
+//!   and is bounded by the device's MTU only.
+//!
+//! So native datagrams are sent with `DO`, those of sealed links with `PROBE`, and bare frames with `WANT`; senders switch with
+//! [`Socket::set_oversize`]. The kernel accepts both options on an IPv6 socket and applies the one that fits.
 
 use std::io;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
@@ -37,12 +40,23 @@ const SOURCE_PORTS: libc::c_int = (65_535u32 << 16 | 49_152) as libc::c_int;
 pub(crate) struct Socket {
     fd: OwnedFd,
     local: SocketAddr,
-    /// State of `IP_PMTUDISC_DO`, which refuses packets larger than the path MTU: 0 off, 1 on, or [`UNKNOWN`].
-    dont_fragment: AtomicU8,
+    /// An [`Oversize`], or [`UNKNOWN`].
+    oversize: AtomicU8,
+}
+
+/// What becomes of packets larger than the path MTU (`IP_MTU_DISCOVER`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::link) enum Oversize {
+    /// IP fragments them.
+    Fragment,
+    /// The kernel refuses them; it learns the path MTU from ICMP as well.
+    Refuse,
+    /// The path drops them; the kernel refuses only what its device does not take.
+    Probe,
 }
 
 /// Not set yet: the host's default applies.
-const UNKNOWN: u8 = 2;
+const UNKNOWN: u8 = u8::MAX;
 
 impl AsFd for Socket {
     fn as_fd(&self) -> BorrowedFd<'_> {
@@ -83,7 +97,7 @@ impl Socket {
         check(unsafe { libc::bind(fd.as_raw_fd(), name.as_ptr(), name.len()) })?;
         let local = local_name(&fd)?;
         let local = local.address().ok_or(io::ErrorKind::InvalidData)?;
-        Ok(Socket { fd, local, dont_fragment: AtomicU8::new(UNKNOWN) })
+        Ok(Socket { fd, local, oversize: AtomicU8::new(UNKNOWN) })
     }
 
     /// Sets both buffers to `bytes` bytes.
@@ -113,14 +127,13 @@ impl Socket {
         check(sent).map(drop)
     }
 
-    /// Sets the policy for packets larger than the path MTU: IP fragments them (`false`), or the kernel refuses them and sets DF
-    /// on all packets (`true`). Makes no system call when the setting is unchanged.
+    /// Sets the policy for packets larger than the path MTU. Makes no system call when it is unchanged.
     #[inline]
-    pub(in crate::link) fn set_dont_fragment(&self, on: bool) {
-        if self.dont_fragment.load(Relaxed) != u8::from(on) {
-            self.dont_fragment.store(on.into(), Relaxed);
+    pub(in crate::link) fn set_oversize(&self, policy: Oversize) {
+        if self.oversize.load(Relaxed) != policy as u8 {
+            self.oversize.store(policy as u8, Relaxed);
             // On failure the socket still sends; only the treatment of large packets differs.
-            let _ = dont_fragment(&self.fd, self.local.is_ipv6(), on);
+            let _ = oversize(&self.fd, self.local.is_ipv6(), policy);
         }
     }
 
@@ -186,21 +199,17 @@ pub(in crate::link) fn set<T>(
     Ok(())
 }
 
-/// See [`Socket::set_dont_fragment`].
-pub(in crate::link) fn dont_fragment(fd: &impl AsFd, is_v6: bool, on: bool) -> io::Result<()> {
+/// See [`Socket::set_oversize`].
+pub(in crate::link) fn oversize(fd: &impl AsFd, is_v6: bool, policy: Oversize) -> io::Result<()> {
+    let (v4, v6) = match policy {
+        Oversize::Fragment => (libc::IP_PMTUDISC_WANT, libc::IPV6_PMTUDISC_WANT),
+        Oversize::Refuse => (libc::IP_PMTUDISC_DO, libc::IPV6_PMTUDISC_DO),
+        Oversize::Probe => (libc::IP_PMTUDISC_PROBE, libc::IPV6_PMTUDISC_PROBE),
+    };
     if is_v6 {
-        let mode = if on { libc::IPV6_PMTUDISC_DO } else { libc::IPV6_PMTUDISC_WANT };
-        set(fd, libc::SOL_IPV6, libc::IPV6_MTU_DISCOVER, mode)?;
+        set(fd, libc::SOL_IPV6, libc::IPV6_MTU_DISCOVER, v6)?;
     }
-    let mode = if on { libc::IP_PMTUDISC_DO } else { libc::IP_PMTUDISC_WANT };
-    set(fd, libc::SOL_IP, libc::IP_MTU_DISCOVER, mode)
-}
-
-/// Limits a TCP listener to two SYN-ACKs per SYN. The default is five retransmissions to an unconfirmed SYN; this bounds
-/// amplification towards spoofed addresses.
-pub(in crate::link) fn answer_briefly(listener: &impl AsFd) -> io::Result<()> {
-    const REPETITIONS: libc::c_int = 1;
-    set(listener, libc::IPPROTO_TCP, libc::TCP_SYNCNT, REPETITIONS)
+    set(fd, libc::SOL_IP, libc::IP_MTU_DISCOVER, v4)
 }
 
 /// Returns whether the kernel segments messages into datagrams (`UDP_SEGMENT`), and whether it coalesces received ones

@@ -3,40 +3,19 @@
 //! In clear text a connection belongs to the link whose remote address it comes from. Any other connection may belong to a sealed
 //! link, whose peer can connect from any address: after the TLS handshake, the certificate identifies the link.
 
-use std::io;
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-
-use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, listen, socket_with, sockopt};
 
 use super::connection::Connection;
 use super::connections::{ACCEPTED, Stream};
 use super::tls::{Handshake, Secured};
 use crate::link::Link;
+use crate::link::sealed::handshake_gate::Slot;
 use crate::link::sealed::identity::{Identity, is_for};
-use crate::link::socket::udp;
 
-/// Maximum number of connections that wait to be accepted (listen backlog).
-const BACKLOG: i32 = 128;
 /// Time limit for the TLS handshake.
 const HANDSHAKE_MAX: Duration = Duration::from_secs(5);
-
-/// A listening TCP socket that does not block.
-pub(super) fn listening(address: SocketAddr) -> io::Result<TcpListener> {
-    let family = if address.is_ipv6() { AddressFamily::INET6 } else { AddressFamily::INET };
-    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let socket = socket_with(family, SocketType::STREAM, flags, None)?;
-    // A restarted daemon need not wait for the connections of its former process.
-    sockopt::set_socket_reuseaddr(&socket, true)?;
-    if address.is_ipv6() {
-        sockopt::set_ipv6_v6only(&socket, false)?;
-    }
-    bind(&socket, &address)?;
-    udp::answer_briefly(&socket)?;
-    listen(&socket, BACKLOG)?;
-    Ok(socket.into())
-}
 
 /// The link in clear text to which a connection from `source` belongs; the port is ignored.
 pub(super) fn owner_of(links: &[Arc<Link>], source: SocketAddr) -> Option<(&Link, &Stream)> {
@@ -47,6 +26,11 @@ pub(super) fn owner_of(links: &[Arc<Link>], source: SocketAddr) -> Option<(&Link
     })
 }
 
+/// True if `source` is the remote of a sealed link, so that its handshakes have slots of their own.
+pub(super) fn is_remote(links: &[Arc<Link>], source: SocketAddr) -> bool {
+    links.iter().any(|link| link.stream_peer().is_some() && link.options().remote.ip() == source.ip())
+}
+
 /// A connection whose TLS handshake is in progress.
 pub(super) struct Newcomer {
     pub(super) socket: TcpStream,
@@ -54,6 +38,7 @@ pub(super) struct Newcomer {
     pub(super) deadline: Instant,
     handshake: Handshake,
     identity: Arc<Identity>,
+    slot: Slot,
 }
 
 impl Newcomer {
@@ -61,10 +46,12 @@ impl Newcomer {
         socket: TcpStream,
         source: SocketAddr,
         identity: Arc<Identity>,
+        slot: Slot,
     ) -> Result<Newcomer, String> {
         socket.set_nonblocking(true).map_err(|error| error.to_string())?;
         let handshake = Handshake::server(&identity)?;
-        Ok(Newcomer { socket, source, deadline: Instant::now() + HANDSHAKE_MAX, handshake, identity })
+        let deadline = Instant::now() + HANDSHAKE_MAX;
+        Ok(Newcomer { socket, source, deadline, handshake, identity, slot })
     }
 
     /// Continues until the socket would block. Returns true when the handshake is complete.
@@ -86,6 +73,7 @@ impl Newcomer {
         });
         let (link, stream, peer) = owner.ok_or("no link here is to the host that its certificate names")?;
         let secured = self.handshake.secured_with(&self.identity, peer)?;
+        self.slot.succeeded();
         install(link, stream, self.socket, Some(secured), self.source);
         Ok(())
     }

@@ -330,6 +330,26 @@ fn a_stopped_link_stays_closed() {
     assert!(!is_up(&active.link) && !is_up(&passive.link));
 }
 
+/// Connections that begin no handshake, from another address than the peer's.
+#[test]
+fn one_address_cannot_take_all_handshakes() {
+    use rustix::net::{AddressFamily, SocketType, bind, connect, socket};
+    let folder = tempfile::tempdir().unwrap();
+    let pki = Pki::new(folder.path());
+    let remote = "192.0.2.1:1".parse().unwrap();
+    let passive = Host::accepting(sealed_link(remote, false, Some("h1")), Some(pki.store("h2", 2)));
+    let idle = (0..40).map(|_| {
+        let socket = socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
+        bind(&socket, &SocketAddr::from(([127, 0, 0, 2], 0))).unwrap();
+        connect(&socket, &passive.address()).unwrap();
+        socket
+    });
+    let _idle: Vec<_> = idle.collect();
+    until("all but four to be closed", || passive.stats.discards(DiscardReason::UnknownSource) == 36);
+    let active = Host::dialing(sealed_link(passive.address(), true, Some("h2")), Some(pki.store("h1", 1)));
+    until("a connection", || is_up(&active.link) && is_up(&passive.link));
+}
+
 #[test]
 fn strangers_are_closed_and_counted() {
     let host = Host::accepting(link("10.0.0.9:1".parse().unwrap(), false), None);

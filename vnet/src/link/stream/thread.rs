@@ -18,16 +18,18 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::accept::{Newcomer, install, listening, owner_of};
+use super::accept::{Newcomer, install, is_remote, owner_of};
 use super::connections::{DIALED, Stream};
 use super::dial::{Backoff, Dial, DialError, Progress};
+use crate::link::sealed::handshake_gate::HandshakeGate;
+use crate::link::socket::tcp::listening;
 use crate::link::{Link, normalised};
 use crate::listen::until_free;
+use crate::log_limit::LogLimit;
 use crate::poll::Poller;
 use crate::stats::{DiscardReason, PortStats};
+use crate::threads;
 
-/// Maximum number of concurrent TLS handshakes of accepted connections; further ones are refused and counted.
-const HANDSHAKES_MAX: usize = 32;
 /// Interval at which connections are checked.
 const LOOK: Duration = Duration::from_secs(1);
 /// Number of rounds over which all certificates are checked.
@@ -82,7 +84,10 @@ impl Streams {
         let (links, stopping) = (Mutex::default(), AtomicBool::new(false));
         let state = Arc::new(StreamsState { links, stopping, poller, stats });
         let mut worker = Worker::new(state.clone(), listener);
-        let thread = std::thread::Builder::new().name("streams".into()).spawn(move || worker.run());
+        let thread = std::thread::Builder::new().name("streams".into()).spawn(move || {
+            threads::confine();
+            worker.run();
+        });
         Ok(Streams { state, address, thread: Some(thread.map_err(StreamsError::Thread)?) })
     }
 
@@ -153,6 +158,10 @@ struct Worker {
     next_token: u64,
     next_look: Instant,
     looks: usize,
+    /// Admits handshakes of accepted connections; further ones are refused and counted.
+    gate: HandshakeGate,
+    /// Rate limit of warnings about refused connections.
+    refusals: LogLimit,
 }
 
 impl Worker {
@@ -166,6 +175,8 @@ impl Worker {
             next_token: LISTENER + 1,
             next_look: Instant::now(),
             looks: 0,
+            gate: HandshakeGate::default(),
+            refusals: LogLimit::default(),
         }
     }
 
@@ -341,11 +352,9 @@ impl Worker {
         let Some(identity) = links.iter().find_map(|link| link.stream()?.identity()) else {
             return unknown();
         };
-        let incoming = |attempt: &&Attempt| matches!(attempt, Attempt::Incoming(_));
-        if self.attempts.values().filter(incoming).count() >= HANDSHAKES_MAX {
-            return unknown();
-        }
-        let newcomer = Newcomer::new(socket, source, identity).and_then(|newcomer| {
+        let admitted = self.gate.admit(source.ip(), !is_remote(&links, source)).map_err(String::from);
+        let newcomer = admitted.and_then(|slot| Newcomer::new(socket, source, identity, slot));
+        let newcomer = newcomer.and_then(|newcomer| {
             let watched = self.state.poller.waker(self.next_token).watch_both(&newcomer.socket);
             watched.map(|()| newcomer).map_err(|error| error.to_string())
         });
@@ -355,9 +364,11 @@ impl Worker {
         }
     }
 
-    fn refuse(&self, source: SocketAddr, why: &str) {
+    fn refuse(&mut self, source: SocketAddr, why: &str) {
         self.state.stats.discard(DiscardReason::UnknownSource, 1);
-        tracing::warn!(%source, "a stream connection was refused: {why}");
+        if let Some(suppressed) = self.refusals.allow() {
+            tracing::warn!(%source, suppressed, "a stream connection was refused: {why}");
+        }
     }
 
     /// Ends the attempts that have passed their deadline.

@@ -6,7 +6,7 @@ use super::finish_frames::Way;
 use crate::link::path::state::udp_payload;
 use crate::link::sending::Sending;
 use crate::link::socket::name::Target;
-use crate::link::socket::udp::Socket;
+use crate::link::socket::udp::{Oversize, Socket};
 use crate::stats::DropReason;
 
 /// The `vnet` part of a link.
@@ -28,7 +28,7 @@ impl Classic {
             return out.dropped_all(DropReason::SendFailed, which);
         };
         out.gather.segmentation = out.link.path.segmentation();
-        socket.set_dont_fragment(false);
+        socket.set_oversize(Oversize::Fragment);
         let way = Way::classic(socket, name, udp_payload(out.link.path.mtu(), self.remote.is_ipv4()));
         which.iter().for_each(|&index| way.put(out, index));
         way.flush(out);

@@ -8,7 +8,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use crate::link::socket::udp::Socket;
+use crate::link::socket::udp::{Oversize, Socket};
 
 /// Number of source ports of a dispatcher.
 pub(in crate::link) const PORTS: usize = 16;
@@ -21,7 +21,7 @@ impl SourcePorts {
         let sockets = (0..PORTS).map(|_| {
             let socket = Socket::sending(SocketAddr::new(listen.ip(), 0))?;
             // RFC 7348 section 4.3: VTEPs do not fragment.
-            socket.set_dont_fragment(true);
+            socket.set_oversize(Oversize::Refuse);
             Ok(Arc::new(socket))
         });
         Ok(SourcePorts(sockets.collect::<io::Result<_>>()?))

@@ -6,6 +6,7 @@ use rustix::fs::{MemfdFlags, memfd_create};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 use super::*;
+use crate::interface::virtqueue::memory::unmapping;
 
 /// A message's bytes on the wire.
 fn message(code: u32, flags: u32, size: u32, payload: &[u8]) -> Vec<u8> {
@@ -79,7 +80,16 @@ fn malformed_messages_end_only_the_connection() {
         ("kick that is not an eventfd", well_formed(12, &words(&[1])), vec![fd]),
         ("call that is not an eventfd", well_formed(13, &words(&[1])), vec![fd]),
         ("kick out of range", well_formed(12, &words(&[0x177])), vec![]),
-        ("log that was not offered", well_formed(6, &words(&[0x1000, 0])), vec![fd]),
+        ("log of no bytes", well_formed(6, &words(&[0, 0])), vec![fd]),
+        ("log beyond its file", well_formed(6, &words(&[0x10001, 0])), vec![fd]),
+        ("log that overflows", well_formed(6, &words(&[0x1000, max - 0xfff])), vec![fd]),
+        ("log larger than this host's memory", well_formed(6, &words(&[1 << 50, 0])), vec![fd]),
+        ("log without its descriptor", well_formed(6, &words(&[0x1000, 0])), vec![]),
+        ("log with two", well_formed(6, &words(&[0x1000, 0])), vec![fd; 2]),
+        ("log eventfd that is none", well_formed(7, &[]), vec![fd]),
+        ("log eventfd that is missing", well_formed(7, &[]), vec![]),
+        ("two log eventfds", well_formed(7, &[]), vec![fd; 2]),
+        ("log eventfd with a payload", well_formed(7, &words(&[0])), vec![fd]),
         ("RARP for the broadcast address", well_formed(19, &words(&[max])), vec![]),
         ("in-flight area", well_formed(31, &[0; 24]), vec![]),
         ("GPU socket", well_formed(33, &[]), vec![fd]),
@@ -195,6 +205,28 @@ fn truncated_memory_breaks_only_its_interface() {
     guest.start();
     guest.transmit(&frame(60, 4));
     assert_eq!(host.receive(), [frame(60, 4)]);
+}
+
+/// Unmapping a large guest takes seconds: no dispatcher may have to wait for it.
+#[test]
+fn memory_is_unmapped_while_no_vring_is_locked() {
+    // Tells this guest's memory from that of other tests.
+    const LEN: u64 = 8 * RING_SPACE + 0x7b_d000;
+    let host = Host::new(1);
+    let mut guest = Guest::connect(&host.path, 1);
+    guest.memory = MockMemory::new(LEN);
+    let (sender, unlocked) = std::sync::mpsc::channel();
+    let device = host.interface.device.clone();
+    unmapping::watch(move |spec| {
+        if spec.len == LEN {
+            let _ = sender.send(device.is_unlocked());
+        }
+    });
+    guest.start();
+    guest.frontend.set_mem_table(&[guest.region()]).unwrap();
+    assert!(unlocked.recv_timeout(Duration::from_secs(60)).unwrap(), "another memory table");
+    drop(guest);
+    assert!(unlocked.recv_timeout(Duration::from_secs(60)).unwrap(), "the front end disconnects");
 }
 
 #[test]

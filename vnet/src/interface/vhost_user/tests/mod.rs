@@ -4,6 +4,7 @@ mod flow;
 mod held;
 mod hostile;
 mod landing;
+mod migration;
 mod optimistic;
 mod sockets;
 
@@ -206,11 +207,12 @@ impl Guest {
         let data = VringConfigData {
             queue_max_size: SIZE,
             queue_size: SIZE,
-            flags: 0,
+            // VHOST_VRING_F_LOG
+            flags: config.used_log.is_some().into(),
             desc_table_addr: config.descriptors,
             used_ring_addr: config.used,
             avail_ring_addr: config.available,
-            log_addr: None,
+            log_addr: config.used_log,
         };
         self.frontend.set_vring_addr(index, &data).unwrap();
     }

@@ -2,7 +2,7 @@
 //! lost.
 
 use super::*;
-use crate::interface::interrupts::{InterruptSettings, Interrupts};
+use crate::interface::interrupts::{CHECK_AFTER, InterruptSettings, Interrupts};
 
 /// Early interrupts from the first byte on, with thresholds that make every receive density too cold or in between.
 fn optimistic(always_cold: bool) -> InterruptSettings {
@@ -51,7 +51,7 @@ fn an_early_interrupt_in_time_is_the_only_one() {
         host.deliver(0, &frame(60, round));
         host.deliver(0, &frame(60, round));
         assert_eq!(calls(&guest), 1, "one early notification for both");
-        assert!(host.interface.coalesce().unwrap().end_of_coalescing(0), "withheld");
+        assert!(host.interface.coalesce().unwrap().end_of_coalescing(0).is_some(), "withheld");
         assert_eq!(wait_for_next(&mut guest), 2);
         host.interface.coalesce().unwrap().check(0);
         assert_eq!(calls(&guest), 0);
@@ -67,7 +67,7 @@ fn a_premature_early_interrupt_is_repeated() {
     let (mut host, mut guest) = waiting(optimistic(true));
     host.deliver(0, &frame(60, 1));
     assert_eq!(calls(&guest), 1);
-    assert!(host.interface.coalesce().unwrap().end_of_coalescing(0));
+    assert!(host.interface.coalesce().unwrap().end_of_coalescing(0).is_some());
     // A guest that checked the ring, found nothing and waits at the same index cannot be told from one that has not checked.
     host.interface.coalesce().unwrap().check(0);
     assert_eq!(calls(&guest), 1);
@@ -77,8 +77,47 @@ fn a_premature_early_interrupt_is_repeated() {
     // Between the thresholds the guest is always notified at the end.
     host.interface.coalesce().unwrap().set_interrupts(optimistic(false));
     host.deliver(0, &frame(60, 2));
-    assert!(!host.interface.coalesce().unwrap().end_of_coalescing(0));
+    assert_eq!(host.interface.coalesce().unwrap().end_of_coalescing(0), None);
     assert_eq!(calls(&guest), 2, "early and at the end");
+}
+
+#[test]
+fn arrivals_are_announced_before_the_frames_are_there() {
+    let (mut host, mut guest) = waiting(optimistic(true));
+    let interface = host.interface.clone();
+    let coalesce = interface.coalesce().unwrap();
+    assert!(coalesce.announce(0, 60));
+    assert_eq!(calls(&guest), 1);
+    // The guest finds its ring empty, and waits at the same index.
+    assert_eq!(wait_for_next(&mut guest), 0);
+    host.deliver(0, &frame(60, 1));
+    assert_eq!(calls(&guest), 0, "one at a time");
+    assert!(coalesce.end_of_coalescing(0).is_some(), "withheld");
+    assert!(!coalesce.has_reacted(0));
+    coalesce.check(0);
+    assert_eq!((calls(&guest), wait_for_next(&mut guest)), (1, 1));
+    assert_eq!(host.stats.interrupts.early_premature.get(), 1);
+    // The next one backs off; the one after it finds the guest in time, so that it needs no check.
+    assert!(!coalesce.announce(0, 60));
+    assert!(coalesce.announce(0, 60));
+    assert_eq!(calls(&guest), 1);
+    host.deliver(0, &frame(60, 2));
+    assert!(
+        coalesce.end_of_coalescing(0).is_some_and(|time| time == 2 * CHECK_AFTER),
+        "the guest was late before"
+    );
+    assert_eq!(wait_for_next(&mut guest), 1);
+    assert!(coalesce.has_reacted(0));
+    // No frame follows an announcement.
+    assert!(coalesce.announce(0, 60));
+    assert_eq!(coalesce.end_of_coalescing(0), None);
+    // A guest that polls is not announced anything.
+    assert!(coalesce.announce(0, 60) && coalesce.end_of_coalescing(0).is_none());
+    let here = guest.rings[0].used_idx;
+    guest.rings[0].set_used_event(&guest.memory, here.wrapping_sub(1));
+    assert!(!coalesce.announce(0, 60));
+    let stats = &host.stats.interrupts;
+    assert_eq!((stats.early.get(), stats.early_at_arrival.get(), stats.early_discarded.get()), (4, 4, 1));
 }
 
 #[test]
@@ -87,7 +126,7 @@ fn a_polling_guest_is_not_interrupted() {
     let here = guest.rings[0].used_idx;
     guest.rings[0].set_used_event(&guest.memory, here.wrapping_sub(1));
     host.deliver(0, &frame(60, 1));
-    assert!(!host.interface.coalesce().unwrap().end_of_coalescing(0), "it polls");
+    assert_eq!(host.interface.coalesce().unwrap().end_of_coalescing(0), None, "it polls");
     assert_eq!(calls(&guest), 0);
     assert_eq!(host.stats.interrupts.early_discarded.get(), 1);
     assert_eq!(wait_for_next(&mut guest), 1);
@@ -96,7 +135,7 @@ fn a_polling_guest_is_not_interrupted() {
     guest.rings[0].set_used_event(&guest.memory, here.wrapping_sub(1));
     host.deliver(0, &frame(60, 2));
     guest.rings[0].set_used_event(&guest.memory, here);
-    assert!(!host.interface.coalesce().unwrap().end_of_coalescing(0));
+    assert_eq!(host.interface.coalesce().unwrap().end_of_coalescing(0), None);
     assert_eq!(calls(&guest), 1);
     assert_eq!(host.stats.interrupts.coalesced_injected.get(), 1);
 }
@@ -119,7 +158,7 @@ fn changes_settle_owed_notifications() {
         assert_eq!(calls(&guest), 1, "early");
         change(&mut host, &mut guest);
         assert_eq!(calls(&guest), 1, "{what}");
-        assert!(!host.interface.coalesce().unwrap().end_of_coalescing(0), "{what}");
+        assert_eq!(host.interface.coalesce().unwrap().end_of_coalescing(0), None, "{what}");
         host.interface.coalesce().unwrap().check(0);
         assert_eq!(calls(&guest), 0, "{what}");
         assert_eq!(wait_for_next(&mut guest), 1);

@@ -249,8 +249,8 @@ impl Giver {
             }
         }
         if !fill(&self.room) {
-            // `fill` may have written to the buffers even if it failed.
-            self.wrote(ring, total);
+            // `fill` may have written to the room even if it failed. The header was not written.
+            self.room.iter().for_each(|room| ring.wrote(Buffer { ptr: room.as_ptr(), len: room.len() }));
             ring.put_back(self.chains.len() as u16);
             return Ok(false);
         }

@@ -1,6 +1,7 @@
 //! A mock driver against the device: frames pass unchanged, and attacks are refused.
 
 mod hostile;
+mod logging;
 mod traffic;
 
 use std::collections::HashMap;

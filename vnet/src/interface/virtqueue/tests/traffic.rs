@@ -1,4 +1,4 @@
-//! Well-behaved guests: sending, receiving, notifications, offloads finished in software, dirty logging.
+//! Well-behaved guests: sending, receiving, notifications, offloads finished in software.
 
 use std::collections::VecDeque;
 
@@ -252,95 +252,6 @@ fn offloads_are_finished_for_guests_that_lack_them() {
     assert_eq!(pair.stats.drops(DropReason::MtuExceeded), 1);
     assert_eq!(pair.stats.out_frames.get(), 3);
     assert_eq!(pair.stats.copies.get(), 0);
-}
-
-/// A receive ring with a dirty log, in guest memory of `len` bytes; `buffers` are one chain.
-struct Logged {
-    mock: MockMemory,
-    ring: Ring,
-    log: std::fs::File,
-}
-
-impl Logged {
-    fn new(len: u64, size: u16, chains: &[Vec<(u64, u32, u16)>]) -> Logged {
-        let mock = MockMemory::new(len);
-        let mut driver = MockRing::new(&mock, GUEST_BASE, size, 0);
-        let log =
-            std::fs::File::from(rustix::fs::memfd_create("log", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
-        let bytes = (GUEST_BASE + len).div_ceil(8 * dirty::LOG_PAGE);
-        log.set_len(bytes).unwrap();
-        let map = std::sync::Arc::new(dirty::DirtyLog::map(&log, 0, bytes).unwrap());
-        let config = RingConfig { used_log: Some(driver.used()), ..driver.config(true, true) };
-        let ring = Ring::new(mock.map(), &config, Some(map)).unwrap();
-        for chain in chains {
-            driver.add(&mock, chain).unwrap();
-        }
-        driver.publish(&mock);
-        Logged { mock, ring, log }
-    }
-
-    /// Delivers a frame of 1 000 bytes.
-    fn give(&mut self) {
-        let stats = PortStats::default();
-        let owner =
-            Owner { port: PortId(0), network: NetworkId::DEFAULT, mtu: 9000, stats: &stats, format: MODERN };
-        let frame = bytes(1000, 0);
-        let mut batch = Batch::new();
-        let mut builder = batch.begin();
-        // SAFETY: `frame` outlives the batch and is not written to.
-        unsafe { builder.push_stable(Segment::new(frame.as_ptr(), frame.len())) };
-        builder.finish(PortId(1), NetworkId::DEFAULT, Offload::default(), 0).unwrap();
-        let frames = Selection { batch: &batch, which: &[0] };
-        Giver::default().give(&mut self.ring, &owner, frames, &mut DropSink::new()).unwrap();
-        self.ring.publish();
-        assert_eq!(stats.out_frames.get(), 1);
-    }
-
-    /// The pages marked so far.
-    fn marked(&self) -> Vec<u64> {
-        let mut bits = vec![0; self.log.metadata().unwrap().len() as usize];
-        rustix::io::pread(&self.log, &mut bits, 0).unwrap();
-        (0..8 * bits.len() as u64).filter(|page| bits[*page as usize / 8] & 1 << (page % 8) != 0).collect()
-    }
-}
-
-#[test]
-fn dirty_pages_are_logged() {
-    // A buffer across three pages, with a frame that reaches into the second; then the same range in three buffers.
-    let mut logged = Logged::new(0x1_0000, SIZE, &[vec![(0x5f00, 0x2000, DESC_WRITE)]]);
-    logged.give();
-    assert_eq!(logged.marked(), [1, 5, 6]);
-    let chain = [(0x5ff0, 0x10, DESC_WRITE), (0x8000, 0x2000, DESC_WRITE), (0xb000, 0x1000, DESC_WRITE)];
-    let mut logged = Logged::new(0x1_0000, SIZE, &[chain.to_vec()]);
-    logged.give();
-    assert_eq!(logged.marked(), [1, 5, 8]);
-    // Several chains: the frame fills the first, and one page of the second.
-    let chains = [vec![(0x5f00, 0x200, DESC_WRITE)], vec![(0x8000, 0x4000, DESC_WRITE)]];
-    let mut logged = Logged::new(0x1_0000, SIZE, &chains);
-    logged.give();
-    assert_eq!(logged.marked(), [1, 5, 6, 8]);
-}
-
-/// The cost of a frame does not depend on the lengths that a guest claims for its buffers: 255 buffers of 4 GiB would be 2^28
-/// pages.
-#[test]
-fn a_log_costs_what_was_written() {
-    let len = (1 << 32) + 0x1_0000;
-    let chain = vec![(0x8000, u32::MAX, DESC_WRITE); 255];
-    let mut logged = Logged::new(len, 256, std::slice::from_ref(&chain));
-    logged.give();
-    let used = (GUEST_BASE + 16 * 256) / dirty::LOG_PAGE;
-    let marked = logged.marked();
-    assert!(marked.contains(&8) && marked.iter().all(|page| *page == 8 || (used..=used + 1).contains(page)));
-
-    // The frame was written in place in vain: the pages of its room are marked.
-    let mut logged = Logged::new(len, 256, &[chain]);
-    let stats = PortStats::default();
-    let owner =
-        Owner { port: PortId(0), network: NetworkId::DEFAULT, mtu: 9000, stats: &stats, format: MODERN };
-    let landed = Giver::default().land(&mut logged.ring, &owner, (&Offload::default(), 5000), &mut |_| false);
-    assert_eq!((landed, logged.marked()), (Ok(false), vec![8, 9]));
-    assert_eq!(logged.mock.read(0x8000, 1), [0]);
 }
 
 proptest! {

@@ -1,6 +1,5 @@
 //! Handshakes that other hosts start, and guests that connect to meet another host.
 
-use std::collections::HashMap;
 use std::io;
 use std::net::{IpAddr, TcpListener, TcpStream};
 use std::os::fd::AsFd;
@@ -9,7 +8,7 @@ use std::sync::Arc;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustls::pki_types::CertificateDer;
 
-use super::{Guest, HANDSHAKES_MAX, KeeperState, TICK, seals, spawn};
+use super::{Guest, KeeperState, TICK, seals, spawn};
 use crate::link::ANYWHERE;
 use crate::link::sealed::handshake::{self, initiates};
 use crate::link::sealed::identity::tls::{Channel, HandshakeError};
@@ -17,23 +16,8 @@ use crate::link::sealed::identity::{is_for, two_of_one_name};
 use crate::link::{Link, normalised};
 use crate::log_limit::LogLimit;
 
-/// Maximum number of concurrent handshakes from one address.
-const HANDSHAKES_PER_ADDRESS_MAX: usize = 4;
-/// Maximum number of concurrent handshakes from addresses that no link has: the remaining slots are reserved for the links'
-/// remotes.
-const HANDSHAKES_OF_STRANGERS_MAX: usize = HANDSHAKES_MAX / 2;
-
 /// Serves a guest; `None` after a handshake.
 type Service = Option<Box<dyn FnOnce() + Send>>;
-
-/// Accepted handshakes in progress.
-#[derive(Default)]
-pub(super) struct Accepted {
-    by_address: HashMap<IpAddr, usize>,
-    strangers: usize,
-    /// Rate limit of warnings about unknown hosts.
-    log_limit: LogLimit,
-}
 
 impl KeeperState {
     /// The accepting thread's loop.
@@ -89,18 +73,21 @@ impl KeeperState {
             return Err("this host has no sealed link that waits for one");
         }
         let stranger = at_source == 0;
-        self.reserve(source, stranger)?;
+        let slot = self.gate.admit(source, stranger)?;
         let state = self.clone();
         let run = move || {
             // A connection from a link's remote is refused on behalf of that link only.
             let expected = if stranger { &links[..] } else { &links[..at_source] };
-            let answered = state.respond(stream, &links, expected);
-            // From here on a guest no longer counts as a handshake: the relay has its own limits.
-            state.release(source, stranger);
-            match answered {
-                Ok(None) => {}
-                Ok(Some(serve)) => serve(),
+            match state.respond(stream, &links, expected) {
+                Ok(service) => {
+                    // From here on a guest no longer counts as a handshake: the relay has its own limits.
+                    slot.succeeded();
+                    if let Some(serve) = service {
+                        serve();
+                    }
+                }
                 Err(HandshakeError(why)) => {
+                    drop(slot);
                     // An unknown address says nothing about a link whose remote is known.
                     if expected.iter().all(|link| !stranger || link.options().remote == ANYWHERE) {
                         state.refused(expected, &why);
@@ -109,44 +96,13 @@ impl KeeperState {
                         [link] => format!("link {}", link.name()),
                         links => format!("one of {} links", links.len()),
                     };
-                    let allowed = !stranger || state.accepted.lock().log_limit.allow().is_some();
-                    if allowed {
-                        tracing::warn!("{name}: no keys for {source}: {why}");
+                    if let Some(suppressed) = state.failures[usize::from(stranger)].lock().allow() {
+                        tracing::warn!(suppressed, "{name}: no keys for {source}: {why}");
                     }
                 }
             }
         };
-        spawn("seal-respond", run).map(drop).map_err(|_| {
-            self.release(source, stranger);
-            "no thread can be started"
-        })
-    }
-
-    /// Reserves a handshake slot, unless too many handshakes are in progress.
-    fn reserve(&self, source: IpAddr, stranger: bool) -> Result<(), &'static str> {
-        let mut accepted = self.accepted.lock();
-        let all: usize = accepted.by_address.values().sum();
-        let own = accepted.by_address.get(&source).copied().unwrap_or_default();
-        if all >= HANDSHAKES_MAX
-            || own >= HANDSHAKES_PER_ADDRESS_MAX
-            || stranger && accepted.strangers >= HANDSHAKES_OF_STRANGERS_MAX
-        {
-            return Err("too many handshakes are under way");
-        }
-        accepted.by_address.insert(source, own + 1);
-        accepted.strangers += usize::from(stranger);
-        Ok(())
-    }
-
-    fn release(&self, source: IpAddr, stranger: bool) {
-        let mut accepted = self.accepted.lock();
-        accepted.strangers -= usize::from(stranger);
-        if let Some(count) = accepted.by_address.get_mut(&source) {
-            *count -= 1;
-            if *count == 0 {
-                accepted.by_address.remove(&source);
-            }
-        }
+        spawn("seal-respond", run).map(drop).map_err(|_| "no thread can be started")
     }
 
     /// Responds to a handshake or to a guest's request. `expected`: the links that record a refusal.

@@ -9,12 +9,14 @@ use std::time::{Duration, Instant};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 use rustls::pki_types::CertificateDer;
 
-use super::{HANDSHAKES_MAX, KeeperState, spawn};
+use super::{KeeperState, spawn};
 use crate::link::sealed::handshake::{self, initiates};
+use crate::link::sealed::handshake_gate::HANDSHAKES_MAX;
 use crate::link::sealed::identity::tls::HandshakeError;
 use crate::link::sealed::identity::{Identity, is_for};
 use crate::link::sealed::session::{CurrentSession, Role, Seal};
 use crate::link::{Link, normalised};
+use crate::threads;
 
 /// Initial backoff between attempts; doubled each time.
 const RETRY_MIN: Duration = Duration::from_millis(250);
@@ -73,6 +75,7 @@ impl KeeperState {
         }
         let (state, on_thread) = (self.clone(), link.clone());
         let run = move || {
+            threads::confine();
             let done = state.shake_hands(&on_thread);
             state.finished(&on_thread, done);
         };

@@ -6,18 +6,18 @@
 //!   or worn or when the peer requests one, discards old keys, checks certificates against the current revocation lists, moves
 //!   links whose peers roam (roaming.rs), and sets each link's state.
 //! - `seal-accept` (answering.rs) accepts TCP connections on the bridge's port number if the host has a sealed link. It accepts
-//!   them from any address: a peer may have moved, even while this host was down, and its certificate identifies it. Unknown
-//!   addresses get at most half of the handshake slots. TCP has validated the address by then, so the handshake cannot be used to
-//!   flood others.
+//!   them from any address: a peer may have moved, even while this host was down, and its certificate identifies it. The number
+//!   and rate of handshakes are bounded (handshake_gate.rs). TCP has validated the address by then, so the handshake cannot be
+//!   used to flood others.
 //!
 //! Of two hosts, the one whose name sorts first connects (initiating.rs). The other host connects when that has not happened for
 //! a second, or almost at once when it has no keys, as after a restart; unless its link has no remote. The side that connected
-//! starts the rekeys. Two hosts behind NAT both connect to a relay ([`GuestService`]). The number of concurrent handshakes is
-//! bounded, in total and per address, and each is bounded in time and bytes. Dispatchers see only the keys.
+//! starts the rekeys. Two hosts behind NAT both connect to a relay ([`GuestService`]). Each handshake has a thread, and is bounded
+//! in time and bytes. Dispatchers see only the keys.
 
 use std::collections::HashMap;
 use std::io;
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, OnceLock};
 use std::thread::{JoinHandle, Thread};
@@ -26,12 +26,15 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use rustls::pki_types::CertificateDer;
 
+use super::handshake_gate::HandshakeGate;
 use super::identity::IdentityStore;
 use super::identity::tls::{Channel, HandshakeError};
 use super::session::Seal;
 use crate::link::Link;
-use crate::link::socket::udp;
+use crate::link::socket::tcp::listening;
 use crate::listen::until_free;
+use crate::log_limit::LogLimit;
+use crate::threads;
 
 mod answering;
 mod initiating;
@@ -39,8 +42,6 @@ mod upkeep;
 
 /// Interval between two checks of all links.
 const TICK: Duration = Duration::from_millis(100);
-/// Maximum number of concurrent handshakes in each direction. Each has a thread, and at most 5 s.
-const HANDSHAKES_MAX: usize = 32;
 
 /// Options of a keeper.
 pub struct KeeperOptions {
@@ -127,8 +128,10 @@ struct KeeperState {
     links: Mutex<Vec<Arc<Link>>>,
     /// Progress by link id.
     progress: Mutex<HashMap<u64, Progress>>,
-    /// Handshakes started by other hosts.
-    accepted: Mutex<answering::Accepted>,
+    /// Admits handshakes that other hosts start.
+    gate: HandshakeGate,
+    /// Rate limits of warnings about failed handshakes: with remotes of links, with strangers.
+    failures: [Mutex<LogLimit>; 2],
     /// Numbers of handshakes that this host has in progress: direct ones, and those at a relay.
     initiated: [AtomicUsize; 2],
     stopping: AtomicBool,
@@ -151,14 +154,15 @@ impl Keeper {
     pub fn start(options: KeeperOptions) -> Result<Keeper, KeeperError> {
         let listen = options.listen;
         let listener =
-            until_free(|| TcpListener::bind(listen)).map_err(|error| KeeperError::Listen(listen, error))?;
-        let prepared = listener.set_nonblocking(true).and_then(|()| udp::answer_briefly(&listener));
-        prepared.map_err(|error| KeeperError::Listen(listen, error))?;
+            until_free(|| listening(listen)).map_err(|error| KeeperError::Listen(listen, error))?;
         let state = Arc::new(KeeperState::new(options));
         let mut keeper = Keeper { state: state.clone(), threads: vec![] };
         let (ticking, accepting) = (state.clone(), state);
         keeper.threads.push(spawn("seal-keeper", move || ticking.keep()).map_err(KeeperError::Thread)?);
-        let accept = move || accepting.accept_all(&listener);
+        let accept = move || {
+            threads::confine();
+            accepting.accept_all(&listener);
+        };
         keeper.threads.push(spawn("seal-accept", accept).map_err(KeeperError::Thread)?);
         Ok(keeper)
     }
@@ -208,7 +212,8 @@ impl KeeperState {
             options,
             links: Mutex::default(),
             progress: Mutex::default(),
-            accepted: Mutex::default(),
+            gate: HandshakeGate::default(),
+            failures: Default::default(),
             initiated: Default::default(),
             stopping: AtomicBool::new(false),
             refresh: AtomicBool::new(false),

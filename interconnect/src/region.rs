@@ -1,23 +1,23 @@
 //! Registered memory that the library owns, for applications without `unsafe`.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::Ordering;
 
-use super::{Endpoint, Error};
+use crate::attached::Endpoint;
+use crate::node::Error;
+use crate::node::pages::Pages;
 use crate::proto::{Access, Key, Span};
 
 /// Bytes that peers and the owner may access concurrently. Copies are bytewise; each byte is read or written atomically.
 pub struct Region {
-    bytes: Arc<[AtomicU8]>,
+    bytes: Arc<Pages>,
     key: Key,
 }
 
 impl Region {
-    /// Registers `len` bytes of new zeroed memory.
+    /// Registers `len` bytes of new zeroed memory. Processes that are forked share it.
     pub fn new(endpoint: &Endpoint, len: usize, access: Access) -> Result<Self, Error> {
-        let bytes: Arc<[AtomicU8]> = (0..len).map(|_| AtomicU8::new(0)).collect();
-        let key = endpoint.register(span_of(&bytes), access)?;
-        endpoint.keep(Arc::clone(&bytes));
+        let (bytes, key) = endpoint.allocate(len, access)?;
         Ok(Self { bytes, key })
     }
 
@@ -38,8 +38,8 @@ impl Region {
 
     /// Returns a span of the region from `offset`, for an operation of the endpoint with which the region was registered.
     pub fn span(&self, offset: usize, len: usize) -> Result<Span, Error> {
-        let all = span_of(&self.bytes);
-        all.part(offset as u64, len as u64).ok_or(Error::Range(
+        // The node holds a reference to the bytes until it is closed, so they outlive all its operations.
+        self.bytes.span().part(offset as u64, len as u64).ok_or(Error::Range(
             offset,
             offset.saturating_add(len),
             self.len(),
@@ -61,11 +61,4 @@ impl Region {
         to.iter_mut().zip(from).for_each(|(to, from)| *to = from.load(Ordering::Relaxed));
         Ok(())
     }
-}
-
-fn span_of(bytes: &Arc<[AtomicU8]>) -> Span {
-    let start = bytes.as_ptr().cast_mut().cast::<u8>();
-    // SAFETY: the node holds a reference to the bytes (`Endpoint::keep`) until it is dropped, so they outlive all its
-    // operations. They are atomic: safe code holds no reference that assumes they do not change.
-    unsafe { Span::new(start, bytes.len()) }
 }

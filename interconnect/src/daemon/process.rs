@@ -1,0 +1,579 @@
+//! The process's side of the daemon engine: the same calls as those of the process engine.
+//!
+//! Calls that need an answer wait for the daemon; posting and polling do not. Whoever polls takes events for all endpoints, and wakes the
+//! threads that sleep on others.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::net::SocketAddr;
+use std::os::fd::{AsRawFd, RawFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Mutex, MutexGuard};
+
+use super::entry::{Answer, Event, Submission, ended};
+use super::posting::Posting;
+use super::queue::Queues;
+use super::served::RECEIVES_MAX;
+use crate::meeting::{Guest, Heard, Request};
+use crate::node::notice::Notice;
+use crate::node::pages::Pages;
+use crate::node::socket::{datagram_to, wait_readable};
+use crate::node::{Error, Options};
+use crate::proto::{
+    Access, Completion, Key, Kind, Match, Outgoing, Peer, PostError, Receive, Seen, Shape, Span, Status,
+};
+use crate::ring::{Bell, Word};
+
+/// How long a call waits for the daemon.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// How long `wait` polls before it sleeps.
+const SPIN: Duration = Duration::from_micros(50);
+/// How often a call that waits for an answer looks: another thread may have taken it.
+const LOOK_NS: u64 = 1_000_000;
+/// How long closing waits for operations that were reported as complete before they were.
+const LINGER: Duration = Duration::from_secs(2);
+/// How often a process that only polls looks for events before it looks whether the daemon is gone, which costs a system call.
+const LOOKS_PER_BELL: u32 = 4096;
+/// Maximum number of peers whose datagram size the daemon was told.
+const ROUTES_MAX: usize = 4096;
+/// Maximum number of completions of an endpoint that the application has not taken. Further events stay in the queue.
+const COMPLETIONS_MAX: usize = 32_768;
+/// How often a thread takes events for threads that sleep, instead of arming the queue for them.
+const REARMS_MAX: u32 = 4;
+
+struct Inner {
+    queues: Queues,
+    posting: Posting,
+    /// Completions by open endpoint.
+    completions: HashMap<u16, VecDeque<Completion>>,
+    answers: HashMap<u64, Answer>,
+    next_ticket: u64,
+    routes: HashSet<SocketAddr>,
+    notices: Vec<(u16, Notice)>,
+    /// The daemon has been asked to ring.
+    is_armed: bool,
+    is_lost: bool,
+    /// Number of times that events were looked for.
+    looks: u32,
+    /// Memory that the daemon may use until the node is closed.
+    kept: Vec<Arc<Pages>>,
+}
+
+struct Shared {
+    inner: Mutex<Inner>,
+    bell: Bell,
+    /// Keeps the attachment: the daemon ends it when the connection ends.
+    _daemon: Guest,
+    address: SocketAddr,
+}
+
+/// A process on the network whose engine the daemon runs.
+pub(crate) struct Node {
+    shared: Arc<Shared>,
+}
+
+/// An endpoint of such a process. Dropping it closes it.
+pub(crate) struct Endpoint {
+    shared: Arc<Shared>,
+    number: u16,
+}
+
+fn lost() -> Error {
+    Error::Daemon(
+        "it has ended the attachment: it was stopped, or does not allow it any more; open a new node".into(),
+    )
+}
+
+impl Node {
+    pub(crate) fn open(options: &Options) -> Result<Self, Error> {
+        let Some(name) = &options.meeting else {
+            return Err(Error::Daemon("VNET_RDMA_MEETING is empty; unset it".into()));
+        };
+        let daemon = Guest::connect(name).map_err(|error| {
+            let mend = "is vnetd running, and has the container an interface of its own?";
+            Error::Daemon(format!("cannot reach it in this network namespace: {error}; {mend}"))
+        })?;
+        let end = Instant::now() + PATIENCE;
+        let is_asked = daemon.attach(Request::new(options.bind, &options.config));
+        while is_asked && Instant::now() < end {
+            match daemon.receive().map_err(|error| Error::Daemon(format!("it has hung up: {error}")))? {
+                None => wait_readable(&[daemon.descriptor().as_raw_fd()], Some(LOOK_NS)),
+                Some(Heard::Declined(why)) => return Err(Error::Daemon(why.to_string())),
+                Some(Heard::Attached { address, memory, bell }) => {
+                    let queues = Queues::of_process(memory).map_err(Error::Memory)?;
+                    let inner = Inner::new(queues);
+                    let (inner, bell) = (Mutex::new(inner), Bell::new(bell));
+                    return Ok(Self { shared: Arc::new(Shared { inner, bell, _daemon: daemon, address }) });
+                }
+                Some(_) => {}
+            }
+        }
+        Err(Error::Daemon("it does not answer: an older vnetd?".into()))
+    }
+
+    pub(crate) fn address(&self) -> SocketAddr {
+        self.shared.address
+    }
+
+    pub(crate) fn endpoint(&self, number: Option<u16>) -> Result<Endpoint, Error> {
+        let number = self.shared.call(|ticket| Submission::Open { ticket, number })? as u16;
+        self.shared.inner.lock().completions.insert(number, VecDeque::new());
+        Ok(Endpoint { shared: Arc::clone(&self.shared), number })
+    }
+}
+
+impl Drop for Node {
+    /// Waits up to two seconds until operations have ended, then leaves the daemon.
+    fn drop(&mut self) {
+        self.shared.linger(|posting| posting.operations());
+        self.shared.bell.end();
+        self.shared.inner.lock().is_lost = true;
+    }
+}
+
+impl Inner {
+    fn new(queues: Queues) -> Self {
+        Self {
+            queues,
+            posting: Posting::new(),
+            completions: HashMap::new(),
+            answers: HashMap::new(),
+            next_ticket: 1,
+            routes: HashSet::new(),
+            notices: vec![],
+            is_armed: false,
+            is_lost: false,
+            looks: 0,
+            kept: vec![],
+        }
+    }
+
+    fn notice(&mut self, endpoint: u16) -> Option<&mut Notice> {
+        self.notices.iter_mut().find(|(number, _)| *number == endpoint).map(|(_, notice)| notice)
+    }
+
+    fn new_notice(&mut self, endpoint: u16) -> std::io::Result<&mut Notice> {
+        let place = match self.notices.iter().position(|(number, _)| *number == endpoint) {
+            Some(place) => place,
+            None => {
+                self.notices.push((endpoint, Notice::new()?));
+                self.notices.len() - 1
+            }
+        };
+        Ok(&mut self.notices[place].1)
+    }
+
+    fn waiting(&self, endpoint: u16) -> usize {
+        self.completions.get(&endpoint).map_or(0, VecDeque::len)
+    }
+
+    fn report(&mut self, endpoint: u16, completion: Completion) {
+        if let Some(queue) = self.completions.get_mut(&endpoint) {
+            queue.push_back(completion);
+        }
+    }
+
+    /// Handles all events that are there.
+    fn take_events(&mut self) -> Result<(), crate::ring::Broken> {
+        while self.completions.values().all(|queue| queue.len() < COMPLETIONS_MAX) {
+            let Some(entry) = self.queues.reader.next()? else { break };
+            match Event::decode(&entry).ok_or(crate::ring::Broken)? {
+                Event::Completed(endpoint, completion) => {
+                    if let Some(completion) = self.posting.finish(completion) {
+                        self.report(endpoint, completion);
+                    }
+                }
+                Event::Answered(ticket, answer) => _ = self.answers.insert(ticket, answer),
+            }
+        }
+        Ok(())
+    }
+
+    /// The daemon is gone: everything under way ends.
+    fn lose(&mut self) {
+        self.is_lost = true;
+        let peer = Peer { address: ([0, 0, 0, 0], 0).into(), endpoint: 0 };
+        for (endpoint, context, kind) in self.posting.abandon() {
+            let completion = ended(kind, Status::Unreachable, context, peer);
+            self.report(endpoint, completion);
+        }
+    }
+
+    /// Wakes threads that wait for completions which are queued now. `own`: the endpoint whose completions the caller takes.
+    fn signal(&mut self, own: Option<u16>) {
+        let Self { notices, completions, .. } = self;
+        for (number, notice) in notices {
+            let has_some = completions.get(number).is_some_and(|queue| !queue.is_empty());
+            if has_some && notice.is_awaited(own == Some(*number)) {
+                notice.raise();
+            }
+        }
+    }
+}
+
+impl Shared {
+    /// Submits an entry and wakes the daemon if it sleeps. Returns false if the queue is full.
+    fn submit(&self, inner: &mut Inner, submission: &Submission) -> Result<bool, Error> {
+        if inner.is_lost {
+            return Err(lost());
+        }
+        let is_written = inner.queues.writer.push(&submission.encode()).map_err(|_| lost())?;
+        if inner.queues.writer.wakes_reader() {
+            self.bell.say(&Word::Ring);
+        }
+        Ok(is_written)
+    }
+
+    /// Takes events, and wakes the threads that wait for them.
+    fn progress(&self, inner: &mut Inner, own: Option<u16>) {
+        for _ in 0..REARMS_MAX {
+            let mut is_well = inner.take_events().is_ok();
+            if inner.queues.reader.wakes_writer() {
+                self.bell.say(&Word::Ring);
+            }
+            inner.looks = inner.looks.wrapping_add(1);
+            let is_rung = inner.is_armed && !inner.queues.reader.is_armed();
+            if is_rung || inner.looks.is_multiple_of(LOOKS_PER_BELL) {
+                is_well &= self.hear(inner);
+            }
+            if !is_well && !inner.is_lost {
+                inner.lose();
+            }
+            // Threads that sleep rely on the bell, which this call may have silenced.
+            if inner.notices.iter().all(|(_, notice)| notice.sleepers == 0) || !self.arm(inner) {
+                break;
+            }
+        }
+        inner.signal(own);
+    }
+
+    /// Silences the bell. Returns false if the daemon is gone.
+    fn hear(&self, inner: &mut Inner) -> bool {
+        loop {
+            match self.bell.hear() {
+                Ok(Some(_)) => inner.is_armed = inner.queues.reader.is_armed(),
+                Ok(None) => return true,
+                Err(_) => return false,
+            }
+        }
+    }
+
+    /// Asks the daemon to ring. Returns true if events are there.
+    fn arm(&self, inner: &mut Inner) -> bool {
+        inner.is_armed = true;
+        inner.queues.reader.arm()
+    }
+
+    /// Submits a request and waits for its answer.
+    fn ask(&self, make: impl FnOnce(u64) -> Submission) -> Result<Answer, Error> {
+        let mut inner = self.inner.lock();
+        let ticket = inner.next_ticket;
+        inner.next_ticket += 1;
+        let (request, end) = (make(ticket), Instant::now() + PATIENCE);
+        let mut is_submitted = false;
+        loop {
+            is_submitted = is_submitted || self.submit(&mut inner, &request)?;
+            self.progress(&mut inner, None);
+            if let Some(answer) = inner.answers.remove(&ticket) {
+                return Ok(answer);
+            }
+            if inner.is_lost {
+                return Err(lost());
+            }
+            if Instant::now() >= end {
+                return Err(Error::Daemon("it does not answer".into()));
+            }
+            self.nap(inner);
+            inner = self.inner.lock();
+        }
+    }
+
+    /// Sleeps until the daemon rings, or for a moment.
+    fn nap(&self, mut inner: MutexGuard<'_, Inner>) {
+        let is_there = self.arm(&mut inner);
+        drop(inner);
+        if !is_there {
+            wait_readable(&[self.bell_descriptor()], Some(LOOK_NS));
+        }
+        // The daemon's end is noticed although it has not rung.
+        let mut inner = self.inner.lock();
+        if !self.hear(&mut inner) && !inner.is_lost {
+            inner.lose();
+        }
+    }
+
+    fn call(&self, make: impl FnOnce(u64) -> Submission) -> Result<u64, Error> {
+        match self.ask(make)? {
+            Answer::Done(value) => Ok(value),
+            Answer::Refused(error) => Err(error.into()),
+            Answer::Seen(_) => Err(lost()),
+        }
+    }
+
+    fn bell_descriptor(&self) -> RawFd {
+        self.bell.descriptor().as_raw_fd()
+    }
+
+    /// Waits until nothing of this kind is under way.
+    fn linger(&self, left: impl Fn(&Posting) -> usize) {
+        let end = Instant::now() + LINGER;
+        loop {
+            let mut inner = self.inner.lock();
+            self.progress(&mut inner, None);
+            if inner.is_lost || left(&inner.posting) == 0 || Instant::now() >= end {
+                return;
+            }
+            self.nap(inner);
+        }
+    }
+}
+
+impl Endpoint {
+    pub(crate) fn number(&self) -> u16 {
+        self.number
+    }
+
+    fn open<'a>(&self, inner: &'a Mutex<Inner>) -> Result<MutexGuard<'a, Inner>, Error> {
+        let inner = inner.lock();
+        if inner.is_lost { Err(lost()) } else { Ok(inner) }
+    }
+
+    /// Registers memory that the daemon knows already.
+    pub(crate) fn register_at(
+        &self,
+        span: Span,
+        base: u64,
+        access: Access,
+        key: Option<Key>,
+    ) -> Result<Key, Error> {
+        let found = self.open(&self.shared.inner)?.posting.locate(span);
+        let extent = found.ok_or(Error::Foreign)?;
+        let endpoint = self.number;
+        self.shared.call(|ticket| Submission::Register { ticket, endpoint, extent, base, access, key })
+    }
+
+    /// Registers memory of the library.
+    pub(crate) fn register_pages(&self, pages: &Arc<Pages>, access: Access) -> Result<Key, Error> {
+        {
+            let mut inner = self.open(&self.shared.inner)?;
+            inner.posting.lend(&self.shared.bell, pages).map_err(Error::Memory)?;
+            inner.kept.push(Arc::clone(pages));
+        }
+        self.register_at(pages.span(), 0, access, None)
+    }
+
+    pub(crate) fn deregister(&self, key: Key) -> Result<(), Error> {
+        self.shared.call(|ticket| Submission::Deregister { ticket, key }).map(|_| ())
+    }
+
+    pub(crate) fn post(&self, peer: Peer, out: &Outgoing) -> Result<(), Error> {
+        let shared = &self.shared;
+        let mut inner = self.open(&shared.inner)?;
+        // Room for this operation and for the size of its datagrams.
+        if inner.queues.writer.room().map_err(|_| lost())? < 2 {
+            return Err(PostError::Busy.into());
+        }
+        if !inner.routes.contains(&peer.address) {
+            if inner.routes.len() >= ROUTES_MAX {
+                inner.routes.clear();
+            }
+            if let Ok(bytes) = datagram_to(peer.address) {
+                let route = Submission::Route { address: peer.address, bytes: bytes as u64 };
+                shared.submit(&mut inner, &route)?;
+            }
+            inner.routes.insert(peer.address);
+        }
+        let (endpoint, data) = (self.number, out.data);
+        let (number, task, extent) = inner.posting.operation(&shared.bell, endpoint, out)?;
+        let context = number.into();
+        let post = Submission::Post { endpoint, peer, task, extent, data, context };
+        shared.submit(&mut inner, &post)?;
+        if out.is_buffered && !out.is_quiet {
+            let completion = buffered(peer, out);
+            inner.report(endpoint, completion);
+            inner.signal(Some(endpoint));
+        }
+        Ok(())
+    }
+
+    pub(crate) fn post_receive(&self, receive: &Receive) -> Result<(), Error> {
+        let mut inner = self.open(&self.shared.inner)?;
+        if inner.posting.buffers() >= RECEIVES_MAX || inner.queues.writer.room().map_err(|_| lost())? == 0 {
+            return Err(PostError::Busy.into());
+        }
+        let (endpoint, Receive { matching, several, .. }) = (self.number, *receive);
+        let (number, extent) = inner.posting.receive(&self.shared.bell, endpoint, receive)?;
+        let context = number.into();
+        let posted = Submission::Receive { endpoint, matching, extent, context, several };
+        self.shared.submit(&mut inner, &posted)?;
+        Ok(())
+    }
+
+    pub(crate) fn cancel(&self, context: u64) -> bool {
+        let Some(number) = self.shared.inner.lock().posting.buffer(self.number, context) else {
+            return false;
+        };
+        let (endpoint, context) = (self.number, number.into());
+        let is_withdrawn = self.shared.call(|ticket| Submission::Cancel { ticket, endpoint, context });
+        let is_withdrawn = is_withdrawn.is_ok_and(|answer| answer == 1);
+        if is_withdrawn {
+            self.shared.inner.lock().posting.release(number);
+        }
+        is_withdrawn
+    }
+
+    pub(crate) fn peek(&self, matching: &Match, claim: Option<u64>) -> Option<Seen> {
+        let (endpoint, matching) = (self.number, *matching);
+        let answer = self.shared.ask(|ticket| Submission::Peek { ticket, endpoint, matching, claim });
+        match answer {
+            Ok(Answer::Seen(seen)) => Some(seen),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn receive_claimed(&self, claim: u64, span: Option<Span>, context: u64) -> bool {
+        let endpoint = self.number;
+        // A discarded message is reported, too.
+        let (matching, buffer) = (Match::default(), span.unwrap_or(Span::EMPTY));
+        let receive = Receive { matching, span: buffer, context, several: None };
+        let prepared = self.shared.inner.lock().posting.receive(&self.shared.bell, endpoint, &receive);
+        let Ok((number, extent)) = prepared else { return false };
+        let (extent, context) = (span.map(|_| extent), number.into());
+        let taken =
+            self.shared.call(|ticket| Submission::Claimed { ticket, endpoint, claim, extent, context });
+        let is_taken = taken.is_ok_and(|answer| answer == 1);
+        if !is_taken {
+            self.shared.inner.lock().posting.release(number);
+        }
+        is_taken
+    }
+
+    pub(crate) fn poll(&self) -> Option<Completion> {
+        self.poll_by(|queue| queue.pop_front(), true)
+    }
+
+    pub(crate) fn poll_own(&self) -> Option<Completion> {
+        let own = |queue: &mut VecDeque<Completion>| {
+            let place = queue.iter().position(|completion| completion.kind != Kind::Arrival)?;
+            queue.remove(place)
+        };
+        self.poll_by(own, true)
+    }
+
+    pub(crate) fn take(&self) -> Option<Completion> {
+        self.poll_by(|queue| queue.pop_front(), false)
+    }
+
+    fn poll_by(
+        &self,
+        take: impl Fn(&mut VecDeque<Completion>) -> Option<Completion>,
+        makes_progress: bool,
+    ) -> Option<Completion> {
+        let mut inner = self.shared.inner.lock();
+        if let Some(notice) = inner.notice(self.number) {
+            notice.lower();
+        }
+        let mut completion = inner.completions.get_mut(&self.number).and_then(&take);
+        if completion.is_none() && makes_progress {
+            self.shared.progress(&mut inner, Some(self.number));
+            completion = inner.completions.get_mut(&self.number).and_then(&take);
+        }
+        inner.signal(Some(self.number));
+        completion
+    }
+
+    pub(crate) fn wait(&self, timeout: Option<Duration>) -> Option<Completion> {
+        let start = Instant::now();
+        let end = timeout.and_then(|timeout| start.checked_add(timeout));
+        let mut spin_end = start + SPIN;
+        loop {
+            if let Some(completion) = self.poll() {
+                return Some(completion);
+            }
+            let now = Instant::now();
+            if end.is_some_and(|end| now >= end) {
+                return None;
+            }
+            if now < spin_end {
+                std::hint::spin_loop();
+                continue;
+            }
+            self.sleep(end.map(|end| end - now));
+            spin_end = Instant::now() + SPIN / 10;
+        }
+    }
+
+    pub(crate) fn descriptor(&self) -> Result<RawFd, Error> {
+        let bell = self.shared.bell_descriptor();
+        let mut inner = self.shared.inner.lock();
+        let descriptor = inner.new_notice(self.number).and_then(|notice| notice.watch(bell));
+        descriptor.map_err(|error| Error::Socket(self.shared.address, error))
+    }
+
+    pub(crate) fn wake(&self) {
+        if let Some(notice) = self.shared.inner.lock().notice(self.number) {
+            notice.raise();
+        }
+    }
+
+    pub(crate) fn pause(&self, timeout: Duration) {
+        self.sleep(Some(timeout));
+    }
+
+    /// Sleeps until there may be completions to take, or until the time expires.
+    fn sleep(&self, timeout: Option<Duration>) {
+        let shared = &self.shared;
+        let mut inner = shared.inner.lock();
+        if shared.arm(&mut inner) {
+            // The application may be about to sleep on the endpoint's descriptor.
+            inner.notice(self.number).into_iter().for_each(Notice::raise);
+            return;
+        }
+        if inner.waiting(self.number) > 0 || inner.is_lost || timeout.is_some_and(|left| left.is_zero()) {
+            return;
+        }
+        // Without an event no other thread can wake this one.
+        let mut nap = timeout;
+        let event = match inner.new_notice(self.number) {
+            Ok(notice) => {
+                notice.sleepers += 1;
+                Some(notice.event())
+            }
+            Err(_) => {
+                nap = Some(Duration::from_nanos(LOOK_NS));
+                None
+            }
+        };
+        drop(inner);
+        let nap = nap.map(|nap| u64::try_from(nap.as_nanos()).unwrap_or(u64::MAX));
+        wait_readable(&[shared.bell_descriptor(), event.unwrap_or(-1)], nap);
+        let mut inner = shared.inner.lock();
+        if event.is_some()
+            && let Some(notice) = inner.notice(self.number)
+        {
+            notice.sleepers -= 1;
+        }
+        if !shared.hear(&mut inner) && !inner.is_lost {
+            inner.lose();
+        }
+    }
+}
+
+impl Drop for Endpoint {
+    fn drop(&mut self) {
+        let endpoint = self.number;
+        self.shared.linger(|posting| posting.buffered(Some(endpoint)));
+        let _ = self.shared.call(|ticket| Submission::Close { ticket, endpoint });
+        let mut inner = self.shared.inner.lock();
+        inner.posting.release_all(endpoint);
+        inner.completions.remove(&endpoint);
+    }
+}
+
+/// Completion of an operation that is reported when it is posted.
+fn buffered(peer: Peer, out: &Outgoing) -> Completion {
+    let kind = if matches!(out.shape, Shape::Write { .. }) { Kind::Write } else { Kind::Send };
+    let completion = ended(kind, Status::Success, out.context, peer);
+    Completion { len: out.span.len() as u64, is_released: false, ..completion }
+}

@@ -1,0 +1,365 @@
+//! One process whose engine the daemon runs. The process may be hostile: each entry is copied once and checked, each address is looked
+//! up in the memory that the process has registered, and work, memory and requests are bounded.
+
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::{io, mem};
+
+use super::entry::{Answer, Event, Extent, Submission, Task, ended};
+use super::queue::Queues;
+use super::share::Share;
+use super::translation::{Budget, Foreign, Translation};
+use crate::closer::close_or_leak_now;
+use crate::node::socket::{Socket, segments};
+use crate::proto::{
+    Atomic, Config, Engine, Kind, Match, Outgoing, Peer, PostError, Receive, Shape, Span, Status,
+};
+use crate::ring::{Bell, Word};
+
+/// Maximum number of endpoints of a process.
+const ENDPOINTS_MAX: usize = 16;
+/// Operations that a process may have under way. Further submissions wait in its queue.
+const OPERATIONS_MAX: usize = 1024;
+/// Maximum number of buffers that a process may have posted.
+pub(super) const RECEIVES_MAX: usize = 4096;
+/// Memory of the daemon for one endpoint's unexpected messages, and for packets of one process that wait for others.
+const UNEXPECTED_BYTES_MAX: usize = 1 << 20;
+const KEPT_BYTES_MAX: usize = 4 << 20;
+/// Work of one turn: submissions, received datagrams, and words by the bell.
+const SUBMISSIONS: usize = 64;
+const RECEIVES: usize = 16;
+const WORDS: usize = 64;
+/// Interval at which the bell of a busy process is heard.
+const HEAR_EVERY_NS: u64 = 10_000_000;
+
+/// Why a process is not served any more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum End {
+    /// It has closed its end.
+    Gone,
+    /// It wrote what no library writes.
+    Broken,
+}
+
+impl From<Foreign> for End {
+    fn from(_: Foreign) -> Self {
+        End::Broken
+    }
+}
+
+impl From<crate::ring::Broken> for End {
+    fn from(_: crate::ring::Broken) -> Self {
+        End::Broken
+    }
+}
+
+/// Counters of a process, added to those of its container.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Counts {
+    pub(super) submissions: u64,
+    /// Submissions with an address outside the registered memory, and memory that was not mapped.
+    pub(super) refused: u64,
+    pub(super) bytes_out: u64,
+    pub(super) packets_out: u64,
+    pub(super) packets_in: u64,
+}
+
+pub(super) struct Served {
+    /// Before `memory`, which its operations refer to.
+    engine: Engine,
+    memory: Translation,
+    queues: Queues,
+    bell: Bell,
+    socket: Socket,
+    endpoints: Vec<u16>,
+    hear_at: u64,
+    /// The process has been asked to ring.
+    is_armed: bool,
+    counts: Counts,
+}
+
+impl Served {
+    /// Serves the process at the other end of `bell` and of the queues in `memory`.
+    pub(super) fn new(
+        memory: OwnedFd,
+        bell: OwnedFd,
+        socket: Socket,
+        limits: Config,
+        life: (u64, [u8; 32]),
+    ) -> io::Result<Self> {
+        let config = Config {
+            datagram_max: 65_507,
+            receive_budget: socket.receive_room().clamp(64 << 10, 4 << 20),
+            unexpected_bytes_max: UNEXPECTED_BYTES_MAX,
+            kept_bytes_max: KEPT_BYTES_MAX,
+            ..limits
+        };
+        let (epoch, seed) = life;
+        Ok(Self {
+            engine: Engine::new(config, epoch, seed),
+            memory: Translation::default(),
+            queues: Queues::of_daemon(memory)?,
+            bell: Bell::new(bell),
+            socket,
+            endpoints: vec![],
+            hear_at: 0,
+            is_armed: false,
+            counts: Counts::default(),
+        })
+    }
+
+    /// Does what there is to do, within bounds. Returns whether there was anything.
+    pub(super) fn turn(&mut self, now: u64, share: &mut Share, budget: &mut Budget) -> Result<bool, End> {
+        let mut worked = false;
+        if mem::take(&mut self.is_armed) || now >= self.hear_at {
+            self.hear_at = now + HEAR_EVERY_NS;
+            self.hear(budget)?;
+        }
+        for _ in 0..RECEIVES {
+            let Some(received) = self.socket.receive() else { break };
+            worked = true;
+            for packet in segments(&received) {
+                self.counts.packets_in += 1;
+                self.engine.receive(now, received.from, packet, received.congestion);
+            }
+        }
+        worked |= self.fetch(now, budget)?;
+        self.engine.tick(now);
+        worked |= self.depart(now, share);
+        worked |= self.complete()?;
+        Ok(worked)
+    }
+
+    /// Hears the process, which passes its memory this way.
+    fn hear(&mut self, budget: &mut Budget) -> Result<(), End> {
+        for _ in 0..WORDS {
+            // Nobody waits for a close that blocks. A process gets no second chance to pass such descriptors.
+            match self.bell.hear_with(close_or_leak_now).map_err(|_| End::Gone)? {
+                None => return Ok(()),
+                Some(Word::Ring) => {}
+                Some(Word::Grant(number, memory)) => {
+                    // Keys of memory are the process's own numbers here.
+                    let number = u32::try_from(number).map_err(|_| End::Broken)?;
+                    if !self.memory.map(number, memory, budget)? {
+                        self.counts.refused += 1;
+                    }
+                }
+                Some(Word::Ask(..) | Word::Refuse(_)) => return Err(End::Broken),
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes submissions. Those that find no room for their answers stay in the queue.
+    fn fetch(&mut self, now: u64, budget: &mut Budget) -> Result<bool, End> {
+        let mut taken = 0;
+        while taken < SUBMISSIONS && self.may_fetch()? {
+            let Some(entry) = self.queues.reader.next()? else { break };
+            taken += 1;
+            self.counts.submissions += 1;
+            let submission = Submission::decode(&entry).ok_or(End::Broken)?;
+            if let Some(event) = self.apply(now, submission, budget)? {
+                self.queues.writer.push(&event.encode())?;
+            }
+        }
+        if taken > 0 && self.queues.reader.wakes_writer() {
+            self.bell.say(&Word::Ring);
+        }
+        Ok(taken > 0)
+    }
+
+    fn may_fetch(&mut self) -> Result<bool, End> {
+        Ok(self.engine.operations() < OPERATIONS_MAX && self.queues.writer.room()? > 0)
+    }
+
+    fn apply(&mut self, now: u64, submission: Submission, budget: &mut Budget) -> Result<Option<Event>, End> {
+        let done = |ticket, result: Result<u64, PostError>| {
+            Some(Event::Answered(ticket, result.map_or_else(Answer::Refused, Answer::Done)))
+        };
+        Ok(match submission {
+            Submission::Open { ticket, number } => done(ticket, self.open(number)),
+            Submission::Close { ticket, endpoint } => {
+                self.engine.close(endpoint);
+                self.endpoints.retain(|open| *open != endpoint);
+                done(ticket, Ok(1))
+            }
+            Submission::Register { ticket, endpoint, extent, base, access, key } => {
+                let span = self.span(extent, budget)?;
+                let register = |span| self.engine.register(endpoint, span, base, access, key);
+                done(ticket, span.ok_or(PostError::NoRegion).and_then(register))
+            }
+            Submission::Deregister { ticket, key } => {
+                done(ticket, if self.engine.deregister(key) { Ok(1) } else { Err(PostError::UnknownKey) })
+            }
+            Submission::Route { address, bytes } => {
+                self.engine.set_datagram(address, usize::try_from(bytes).unwrap_or(usize::MAX));
+                None
+            }
+            Submission::Post { endpoint, peer, task, extent, data, context } => {
+                let (kind, status) =
+                    self.post(now, (endpoint, peer), &task, (extent, data, context), budget)?;
+                status.map(|status| Event::Completed(endpoint, ended(kind, status, context, peer)))
+            }
+            Submission::Receive { endpoint, matching, extent, context, several } => {
+                let span = self.span(extent, budget)?;
+                let posted = self.endpoints.iter().map(|open| self.engine.posted(*open)).sum::<usize>();
+                let receive = span.map(|span| Receive { matching, span, context, several });
+                let receive = receive.filter(|_| posted < RECEIVES_MAX);
+                match receive.map(|receive| self.engine.post_receive(endpoint, &receive)) {
+                    Some(Ok(())) => None,
+                    _ => Some(self.refused_receive(endpoint, &matching, context)),
+                }
+            }
+            Submission::Cancel { ticket, endpoint, context } => {
+                done(ticket, Ok(self.engine.cancel(endpoint, context).into()))
+            }
+            Submission::Peek { ticket, endpoint, matching, claim } => {
+                let seen = self.engine.peek(endpoint, &matching, claim);
+                Some(Event::Answered(ticket, seen.map_or(Answer::Done(0), Answer::Seen)))
+            }
+            Submission::Claimed { ticket, endpoint, claim, extent, context } => {
+                let span = match extent {
+                    None => Some(None),
+                    Some(extent) => self.span(extent, budget)?.map(Some),
+                };
+                let receive = |span| self.engine.receive_claimed(endpoint, claim, span, context);
+                done(ticket, Ok(span.is_some_and(receive).into()))
+            }
+        })
+    }
+
+    fn open(&mut self, number: Option<u16>) -> Result<u64, PostError> {
+        if self.endpoints.len() >= ENDPOINTS_MAX {
+            return Err(PostError::Taken);
+        }
+        let number = self.engine.open(number)?;
+        self.endpoints.push(number);
+        Ok(number.into())
+    }
+
+    /// Looks up registered memory. The process passes memory before it submits entries with it, so unknown memory is in the bell's socket.
+    fn span(&mut self, extent: Extent, budget: &mut Budget) -> Result<Option<Span>, End> {
+        if extent.len > 0 && !self.memory.has(extent.memory) {
+            self.hear(budget)?;
+        }
+        let span = self.memory.find(extent);
+        self.counts.refused += u64::from(span.is_none());
+        Ok(span)
+    }
+
+    /// Posts an operation. Returns its kind, and its status if the engine does not carry it out.
+    fn post(
+        &mut self,
+        now: u64,
+        (endpoint, peer): (u16, Peer),
+        task: &Task,
+        (extent, data, context): (Extent, Option<u64>, u64),
+        budget: &mut Budget,
+    ) -> Result<(Kind, Option<Status>), End> {
+        let span = self.span(extent, budget)?;
+        let (kind, shape) = match *task {
+            Task::Message(tag) => (Kind::Send, Some(Shape::Message { tag })),
+            Task::Write(key, at) => (Kind::Write, Some(Shape::Write { key, at })),
+            Task::Read(key, at) => (Kind::Read, Some(Shape::Read { key, at })),
+            Task::Atomic { key, at, change, datatype, count, compare, found } => {
+                let compare = self.span(compare, budget)?;
+                let place = found.map(|found| self.span(found, budget)).transpose()?;
+                let atomic = |compare| {
+                    let found = place.flatten();
+                    Shape::Atomic(Atomic { key, at, change, datatype, count, compare, found })
+                };
+                // A place outside the registered memory is not "no place".
+                (Kind::Atomic, compare.filter(|_| place != Some(None)).map(atomic))
+            }
+        };
+        let Some((span, shape)) = span.zip(shape) else { return Ok((kind, Some(Status::BadKey))) };
+        let out = Outgoing { shape, span, data, context, is_buffered: false, is_quiet: false };
+        let status = match self.engine.post(now, endpoint, peer, &out) {
+            Ok(()) => None,
+            Err(PostError::Busy) => Some(Status::NotReady),
+            Err(_) => Some(Status::Cancelled),
+        };
+        Ok((kind, status))
+    }
+
+    fn refused_receive(&self, endpoint: u16, matching: &Match, context: u64) -> Event {
+        let nobody = Peer { address: ([0, 0, 0, 0], 0).into(), endpoint: 0 };
+        let peer = matching.from.unwrap_or(nobody);
+        Event::Completed(endpoint, ended(Kind::Receive, Status::Cancelled, context, peer))
+    }
+
+    /// Sends as many packets as the container's share allows.
+    fn depart(&mut self, now: u64, share: &mut Share) -> bool {
+        let before = self.counts.packets_out;
+        while share.may_send(now) {
+            let Some(packet) = self.engine.depart(now) else { break };
+            let bytes = packet.header.as_bytes().len() + packet.payload.len();
+            self.socket.send(packet);
+            share.spend(now, bytes);
+            self.counts.packets_out += 1;
+            self.counts.bytes_out += bytes as u64;
+        }
+        self.socket.flush();
+        before != self.counts.packets_out
+    }
+
+    /// Passes completions to the process, as long as its queue has room.
+    fn complete(&mut self) -> Result<bool, End> {
+        let mut worked = false;
+        for endpoint in &self.endpoints {
+            while self.engine.waiting(*endpoint) > 0 && self.queues.writer.room()? > 0 {
+                let Some(completion) = self.engine.poll(*endpoint) else { break };
+                self.queues.writer.push(&Event::Completed(*endpoint, completion).encode())?;
+                worked = true;
+            }
+        }
+        if self.queues.writer.wakes_reader() {
+            self.bell.say(&Word::Ring);
+        }
+        Ok(worked)
+    }
+
+    /// Prepares for the daemon's sleep. Returns true if there is something to do already.
+    pub(super) fn arm(&mut self, now: u64, share: &mut Share) -> Result<bool, End> {
+        self.engine.hurry();
+        self.depart(now, share);
+        self.is_armed = true;
+        let is_stuck = self.endpoints.iter().any(|endpoint| self.engine.waiting(*endpoint) > 0);
+        let has_room = self.queues.writer.room()? > 0;
+        if is_stuck && has_room || !has_room && self.queues.writer.starve()? {
+            return Ok(true);
+        }
+        Ok(self.queues.reader.arm() && self.may_fetch()?)
+    }
+
+    /// When the process has to be served again, at the latest.
+    pub(super) fn wakes_at(&self, now: u64, share: &Share) -> Option<u64> {
+        let at = self.engine.wake_at(now)?;
+        Some(at.max(share.wakes_at(now).unwrap_or(0)))
+    }
+
+    /// What wakes the daemon for the process.
+    pub(super) fn descriptors(&self) -> [BorrowedFd<'_>; 2] {
+        [self.bell.descriptor(), self.socket.as_fd()]
+    }
+
+    /// Tells all peers that the process is gone.
+    pub(super) fn say_goodbye(&mut self, now: u64) {
+        self.engine.say_goodbye();
+        while let Some(packet) = self.engine.depart(now) {
+            self.socket.send(packet);
+        }
+        self.socket.flush();
+    }
+
+    pub(super) fn counts(&self) -> Counts {
+        self.counts
+    }
+
+    pub(super) fn memory(&self) -> &Translation {
+        &self.memory
+    }
+
+    pub(super) fn endpoints(&self) -> usize {
+        self.endpoints.len()
+    }
+}

@@ -1,0 +1,19 @@
+//! Threads that read what guests and other hosts send: they open no file, so a program can have them give up that ability.
+
+use std::sync::OnceLock;
+
+static CONFINE: OnceLock<fn()> = OnceLock::new();
+
+/// Has each dispatcher, and each thread that handles other hosts' connections and datagrams, call `confine` before it reads
+/// anything. It must leave sockets, netlink and open descriptors usable. Call this before the core starts; only the first call has
+/// an effect.
+pub fn confine_by(confine: fn()) {
+    let _ = CONFINE.set(confine);
+}
+
+/// Confines the calling thread, and those that it will start.
+pub(crate) fn confine() {
+    if let Some(confine) = CONFINE.get() {
+        confine();
+    }
+}

@@ -1,0 +1,305 @@
+//! Early interrupts at arrival: the notification comes before the data is received, for a port of the guest's own and for one that
+//! several guests share.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use rustix::event::{EventfdFlags, eventfd};
+use vnet::dispatch::mode::{Drive, ModeSettings};
+use vnet::dispatch::setup::{Feeder, Parts, SourceParts};
+use vnet::frame::{Batch, DropSink, NetworkId, PortId, Segment, Selection};
+use vnet::interface::interrupts::InterruptSettings;
+use vnet::interface::{Coalesce, Interface, State};
+use vnet::poll::Waker;
+use vnet::source::{Source, Taken};
+use vnet::stats::PortStats;
+use vnet::wire::ethernet::Mac;
+use vnet::wire::offload::Offload;
+
+use super::common::{self, WAIT, mac, wait_for, yielding};
+use super::{Host, NOTIFIED, Strategy, optimistic};
+use super::{Mode, guest};
+
+const ROUNDS: u64 = 200;
+
+/// A port like a socket: a descriptor is readable while frames wait. Observes the guest when it is received from.
+struct Port {
+    /// Counts waiting frames.
+    waiting: OwnedFd,
+    /// Destination of each frame.
+    to: Mutex<Mac>,
+    number: AtomicU64,
+    /// Number of fills.
+    looks: AtomicU64,
+    observe: Box<dyn Fn() + Send + Sync>,
+    stats: Arc<PortStats>,
+}
+
+impl Port {
+    fn new(observe: impl Fn() + Send + Sync + 'static) -> Arc<Port> {
+        let flags = EventfdFlags::SEMAPHORE | EventfdFlags::NONBLOCK;
+        Arc::new(Port {
+            waiting: eventfd(0, flags).unwrap(),
+            to: Mutex::new(mac(1)),
+            number: AtomicU64::new(0),
+            looks: AtomicU64::new(0),
+            observe: Box::new(observe),
+            stats: Arc::default(),
+        })
+    }
+
+    /// A frame to `to` arrives.
+    fn arrive(&self, to: Mac, number: u64) {
+        *self.to.lock() = to;
+        self.number.store(number, SeqCst);
+        rustix::io::write(&self.waiting, &1u64.to_ne_bytes()).unwrap();
+    }
+}
+
+/// The port as the shared port of all guests.
+struct Shared(Arc<Port>, PortId);
+
+impl Interface for Shared {
+    fn queues(&self) -> usize {
+        1
+    }
+
+    fn source(self: Arc<Self>, _queue: usize) -> Box<dyn Source> {
+        Box::new(PortSource { port: self.0.clone(), id: self.1, memory: vec![], waker: None, drained: false })
+    }
+
+    fn deliver(&self, _queue: usize, _frames: Selection<'_>, _drops: &mut DropSink) {}
+
+    fn state(&self) -> State {
+        State::Up
+    }
+
+    fn stop(&self) {}
+}
+
+/// The port as a guest's own one.
+struct Own(Arc<Port>, PortId);
+
+impl Feeder for Own {
+    fn source(self: Arc<Self>, _guest: PortId, _parts: SourceParts) -> Box<dyn Source> {
+        Box::new(PortSource { port: self.0.clone(), id: self.1, memory: vec![], waker: None, drained: false })
+    }
+}
+
+struct PortSource {
+    port: Arc<Port>,
+    id: PortId,
+    memory: Vec<u8>,
+    waker: Option<Waker>,
+    drained: bool,
+}
+
+impl Source for PortSource {
+    // SAFETY: the frame lies in `memory`, which only the next fill changes.
+    unsafe fn fill(&mut self, batch: &mut Batch, _drops: &mut DropSink, _now_ms: u64) -> Taken {
+        self.drained = true;
+        self.port.looks.fetch_add(1, SeqCst);
+        let drained = Taken { drained: true, ..Taken::default() };
+        if rustix::io::read(&self.port.waiting, &mut [0; 8]).is_err() {
+            return drained;
+        }
+        (self.port.observe)();
+        let number = self.port.number.load(SeqCst).to_be_bytes();
+        self.memory = [&self.port.to.lock().0[..], &mac(9).0, &[0x88, 0xb5], &number, &[0; 38]].concat();
+        let mut builder = batch.begin();
+        // SAFETY: nothing writes to the memory before the next fill, which follows `give_back`.
+        unsafe { builder.push_stable(Segment::new(self.memory.as_ptr(), self.memory.len())) };
+        builder.finish(self.id, NetworkId::DEFAULT, Offload::default(), 0).unwrap();
+        self.port.stats.in_frames.add(1);
+        Taken { units: 1, ..drained }
+    }
+
+    fn watch(&mut self, waker: Waker) {
+        waker.watch(&self.port.waiting).unwrap();
+        self.waker = Some(waker);
+    }
+
+    fn unwatch(&mut self) {
+        if let Some(waker) = self.waker.take() {
+            waker.forget(&self.port.waiting);
+        }
+    }
+
+    fn rest(&mut self) -> bool {
+        self.drained
+    }
+}
+
+/// How a port belongs to its guests.
+#[derive(Clone, Copy, PartialEq)]
+enum Kind {
+    Own,
+    Shared,
+}
+
+/// Adds the port, whose data is for the guest at port 0, and publishes.
+fn add(host: &mut common::Host, port: &Arc<Port>, kind: Kind) {
+    host.interfaces[0].member.mac = Some(mac(1));
+    let id = PortId(host.interfaces.len() as u16);
+    // Frames enter at this port, whichever source they come from.
+    let unused = Port::new(|| ());
+    let entry = if kind == Kind::Shared { port } else { &unused };
+    let shared = Arc::new(Shared(entry.clone(), id));
+    // A polled port would show no arrivals.
+    let guest_driven = ModeSettings { mode: Mode::GuestDriven, ..ModeSettings::default() };
+    host.add_interface(NetworkId::DEFAULT, shared, port.stats.clone()).drive = Drive::new(guest_driven, 1);
+    let own: Arc<dyn Feeder> = Arc::new(Own(port.clone(), id));
+    host.core.publish(Parts {
+        networks: host.networks.clone(),
+        interfaces: host.interfaces.clone(),
+        feeders: if kind == Kind::Own { vec![(PortId(0), own)] } else { vec![] },
+        ..Parts::default()
+    });
+    // The dispatcher looks at a new port once without an event.
+    wait_for("the first look", || port.looks.load(SeqCst) > 0, String::new);
+}
+
+/// A guest's call descriptor is readable before its data is received, each time the guest sleeps.
+fn the_call_precedes_the_receive(strategy: Strategy, kind: Kind) {
+    let mut host = Host::start(optimistic(strategy, Mode::GuestDriven, NOTIFIED));
+    let call = host.guest.call();
+    let early = Arc::new(AtomicU64::new(0));
+    let port = Port::new({
+        let early = early.clone();
+        move || _ = early.fetch_add(u64::from(guest::is_readable(&call)), SeqCst)
+    });
+    add(&mut host.host, &port, kind);
+    let interrupts = &host.stats.interrupts;
+    for number in 0..ROUNDS {
+        assert!(host.guest.sleeps());
+        port.arrive(mac(1), number);
+        // The second notification follows when the port is drained, because the guest has not moved.
+        wait_for("the end", || interrupts.coalesced_injected.get() == number + 1, || number.to_string());
+        assert_eq!(host.guest.take(WAIT), Some(number));
+    }
+    // Nothing was known about a shared port before its first frame.
+    let announced = if kind == Kind::Own { ROUNDS } else { ROUNDS - 1 };
+    assert_eq!(early.load(SeqCst), announced);
+    assert_eq!((interrupts.early_at_arrival.get(), interrupts.early.get()), (announced, ROUNDS));
+    assert_eq!(interrupts.early_mispredicted.get(), 0);
+}
+
+#[test]
+fn the_guest_is_notified_before_its_own_port_is_received() {
+    for strategy in [Strategy::Block, Strategy::Adaptive] {
+        the_call_precedes_the_receive(strategy, Kind::Own);
+    }
+}
+
+#[test]
+fn the_guest_of_the_last_burst_is_notified_before_a_shared_port_is_received() {
+    for strategy in [Strategy::Block, Strategy::Adaptive] {
+        the_call_precedes_the_receive(strategy, Kind::Shared);
+    }
+}
+
+#[test]
+fn wrong_predictions_are_counted_and_back_off() {
+    let mut host = Host::start(optimistic(Strategy::Block, Mode::GuestDriven, NOTIFIED));
+    let other = host.host.add_fake(NetworkId::DEFAULT);
+    host.host.interfaces[1].member.mac = Some(mac(2));
+    let port = Port::new(|| ());
+    add(&mut host.host, &port, Kind::Shared);
+    let interrupts = &host.stats.interrupts;
+    for number in 0..ROUNDS {
+        // The guest is interrupted for frames that are not its own, and finds its ring empty.
+        assert!(host.guest.sleeps());
+        port.arrive(mac(2), number);
+        assert_eq!(other.wait_for(1, WAIT).len(), 1);
+        port.arrive(mac(1), number);
+        assert_eq!(host.guest.take(WAIT), Some(number), "nothing is lost");
+    }
+    let wrong = interrupts.early_mispredicted.get();
+    assert!((1..=9).contains(&wrong), "{wrong} of {ROUNDS}");
+    host.host.assert_balanced();
+}
+
+/// A guest that records what it is told, and when.
+struct Recorder(Arc<Mutex<Vec<&'static str>>>, Arc<PortStats>);
+
+impl Interface for Recorder {
+    fn queues(&self) -> usize {
+        1
+    }
+
+    fn source(self: Arc<Self>, _queue: usize) -> Box<dyn Source> {
+        Box::new(PortSource {
+            port: Port::new(|| ()),
+            id: PortId(0),
+            memory: vec![],
+            waker: None,
+            drained: false,
+        })
+    }
+
+    fn deliver(&self, _queue: usize, frames: Selection<'_>, _drops: &mut DropSink) {
+        self.0.lock().push("deliver");
+        self.1.delivered(frames.which.len() as u64, 0);
+    }
+
+    fn coalesce(&self) -> Option<&dyn Coalesce> {
+        Some(self)
+    }
+
+    fn state(&self) -> State {
+        State::Up
+    }
+
+    fn stop(&self) {}
+}
+
+impl Coalesce for Recorder {
+    fn set_interrupts(&self, _settings: InterruptSettings) {}
+
+    fn coalesces(&self) -> bool {
+        true
+    }
+
+    fn announce(&self, queue: usize, bytes: u64) -> bool {
+        assert!(queue == 0 && (bytes == 0 || bytes == 60));
+        self.0.lock().push("announce");
+        true
+    }
+
+    fn end_of_coalescing(&self, _queue: usize) -> Option<Duration> {
+        self.0.lock().push("end");
+        Some(Duration::from_millis(1))
+    }
+
+    fn has_reacted(&self, _queue: usize) -> bool {
+        false
+    }
+
+    fn check(&self, _queue: usize) {
+        self.0.lock().push("check");
+    }
+}
+
+#[test]
+fn calls_come_in_the_order_of_the_paper() {
+    let (calls, stats) = (Arc::new(Mutex::new(vec![])), Arc::new(PortStats::default()));
+    let port = Port::new({
+        let calls = calls.clone();
+        move || calls.lock().push("receive")
+    });
+    let mut host = common::Host::start(yielding(Strategy::Block));
+    let guest = Arc::new(Recorder(calls.clone(), stats.clone()));
+    host.add_interface(NetworkId::DEFAULT, guest, stats);
+    add(&mut host, &port, Kind::Shared);
+    let round = |expected: &[&str]| {
+        port.arrive(mac(1), 0);
+        let done = || calls.lock().last() == Some(&"check");
+        wait_for("the check", done, || format!("{:?}", calls.lock()));
+        assert_eq!(*std::mem::take(&mut *calls.lock()), *expected);
+    };
+    round(&["receive", "deliver", "end", "check"]);
+    (0..3).for_each(|_| round(&["announce", "receive", "deliver", "end", "check"]));
+}
