@@ -1,5 +1,6 @@
 """Fixtures: a lab for each test module that requests one, named after the module and removed after it."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -34,6 +35,7 @@ LONG = [
     "kernel_vtep",
 ]
 """The slowest modules, slowest first: one that starts last would keep all other workers waiting."""
+os.environ.setdefault("VNET_LAB_PATIENCE_S", "90")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

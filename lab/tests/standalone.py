@@ -37,8 +37,8 @@ class Remote:
     def connect(self) -> HTTPConnection:
         """A connection to the API."""
         if self.tls:
-            return HTTPSConnection("127.0.0.1", self.http, timeout=5, context=self.tls)
-        return HTTPConnection("127.0.0.1", self.http, timeout=5)
+            return HTTPSConnection("127.0.0.1", self.http, timeout=60, context=self.tls)
+        return HTTPConnection("127.0.0.1", self.http, timeout=60)
 
     def request(self, method: str, path: str, body: object = None, token: str | None = None) -> tuple[int, bytes]:
         """Sends one request; returns status and body."""
@@ -61,11 +61,11 @@ class Remote:
     def vnet(self, *arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
         """Runs `vnet` on the control socket."""
         command = [daemon.binaries() / "vnet", "--socket", self.directory / "control.sock", *arguments]
-        return subprocess.run(command, check=False, capture_output=True, text=True, input=text, timeout=10)
+        return subprocess.run(command, check=False, capture_output=True, text=True, input=text, timeout=60)
 
     def talk(self, context: ssl.SSLContext | None = None) -> socket.socket:
         """A connection to the console."""
-        client = socket.create_connection(("127.0.0.1", self.console), timeout=5)
+        client = socket.create_connection(("127.0.0.1", self.console), timeout=60)
         return context.wrap_socket(client, server_hostname="127.0.0.1") if context else client
 
     def descriptors(self) -> int:

@@ -90,7 +90,7 @@ def namespace() -> Iterator[None]:
 def refused(*command: str | Path) -> str:
     """Runs a command that must fail with exit status 1 and one line on standard error; returns the line."""
     words = ["ip", "netns", "exec", NAMESPACE, *map(str, command)]
-    done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=10)
+    done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1, (done.stdout, done.stderr)
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert done.stdout == ""
@@ -140,7 +140,7 @@ def test_mistake_in_the_file(tmp_path: Path, what: str):
 
 def test_all_mistakes_are_reported_at_once(tmp_path: Path):
     file = write(tmp_path, GOOD.replace("mtu = 1500", "mtu = 0").replace("link h2", "link h3"))
-    done = subprocess.run([vnetd(), "--config", file], check=False, capture_output=True, text=True, timeout=10)
+    done = subprocess.run([vnetd(), "--config", file], check=False, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     lines = [GOOD[: GOOD.index(place)].count("\n") + 1 for place in ("mtu = 1500", "[[route]]")]
     assert [int(line.split(":")[1]) for line in done.stderr.splitlines()] == lines

@@ -136,7 +136,7 @@ def test_captures_can_be_piped(topology: Topology):
     pipe = subprocess.Popen(line, shell=True, stdout=subprocess.PIPE, text=True)
     time.sleep(0.5)
     assert reaches(source, target.address)
-    assert len(pipe.communicate(timeout=10)[0].splitlines()) == 6
+    assert len(pipe.communicate(timeout=60)[0].splitlines()) == 6
 
 
 def test_bad_captures_are_refused(topology: Topology):

@@ -349,7 +349,7 @@ def test_a_machines_flows_outlive_vnetd(machine: Host):
     finally:
         for each in pings:
             each.send_signal(signal.SIGINT)
-        texts = [each.communicate(timeout=30)[0] for each in pings]
+        texts = [each.communicate(timeout=60)[0] for each in pings]
     for text in texts:
         assert_none_lost(text)
     machine.balance()
@@ -398,7 +398,7 @@ def test_established_flows_outlive_a_hosts_vnetd(hosts: list[Host]):
             wait_until("the wire", lambda: 0 <= ping_by_vnetd(hosts[0]) < 20, 60)
     finally:
         pings.send_signal(signal.SIGINT)
-        text = pings.communicate(timeout=30)[0]
+        text = pings.communicate(timeout=60)[0]
     assert_none_lost(text)
     for host in hosts:
         host.balance()

@@ -98,7 +98,7 @@ def test_three_hosts_on_a_wire_of_one_gigabit():
 def test_down_leaves_nothing():
     topology = lab.up(Settings(name="test-one", vms=1))
     left_running = subprocess.run(
-        [LAB, "exec", "--name", "test-one", "h1c1", "--", "sleep 1000 >/dev/null 2>&1 &"], check=True, timeout=10
+        [LAB, "exec", "--name", "test-one", "h1c1", "--", "sleep 1000 >/dev/null 2>&1 &"], check=True, timeout=60
     )
     assert left_running.returncode == 0
     assert len(traces(topology.settings.name)) > 5
@@ -166,6 +166,6 @@ def test_the_command_line():
         check=True,
         capture_output=True,
         input=b"\rhostname\r",
-        timeout=10,
+        timeout=60,
     )
     assert console.stdout is not None

@@ -1,12 +1,12 @@
 """One LAN: standard tools see a single Ethernet across hosts and kinds of machines."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 from checks import assert_balanced, captured, ping, port, reaches, settled, wait_for_path
 from conftest import MakeLab
+from frame_capture import listening
 
 from vnetlab import machine, measure
+from vnetlab.run import wait_until
 from vnetlab.topology import Topology
 
 PAIRS = [
@@ -59,24 +59,21 @@ def test_content_arrives_unchanged(topology: Topology, source: str, destination:
 def test_tcpdump_shows_the_senders_frames(topology: Topology, source: str, destination: str):
     """Frames keep their source and destination addresses, as on a physical Ethernet."""
     one, other = topology.find(source), topology.find(destination)
-    capture = ["timeout", "15", "tcpdump", "-e", "-nn", "-l", "-i", "eth0", "-c", "5"]
-    seen = f"icmp[icmptype] == icmp-echo and src {one.address}"
-    with ThreadPoolExecutor(1) as pool:
-        capturing = pool.submit(machine.execute, other, *capture, seen)
-        ping(one, other.address, count=40, interval_s=0.05)
-        frames = captured(capturing.result())
-    assert frames == [(one.mac, other.mac)] * 5
+    with listening([other], f"icmp[icmptype] == icmp-echo and src {one.address}") as printed:
+        ping(one, other.address, count=5)
+        wait_until("5 frames", lambda: len(captured(printed(other))) >= 5, 60)
+        assert captured(printed(other)) == [(one.mac, other.mac)] * 5
 
 
 def test_a_broadcast_reaches_every_machine_once(topology: Topology):
     others = [node for node in topology.machines() if node.name != "h1c1"]
     source = topology.find("h1c1")
-    capture = ["timeout", "4", "tcpdump", "-e", "-nn", "-l", "-i", "eth0", "ether broadcast and icmp"]
-    with ThreadPoolExecutor(len(others)) as pool:
-        capturing = [pool.submit(machine.attempt, node, *capture) for node in others]
-        machine.attempt(source, "sleep 2; ping -n -b -c 3 -i 0.1 -W 1 10.77.255.255")
-        for node, future in zip(others, capturing, strict=True):
-            assert captured(future.result()[1]) == [(source.mac, "ff:ff:ff:ff:ff:ff")] * 3, node.name
+    with listening(others, "ether broadcast and icmp") as printed:
+        machine.attempt(source, "ping -n -b -c 3 -i 0.1 -W 1 10.77.255.255")
+        for node in others:
+            wait_until(f"3 frames on {node.name}", lambda node=node: len(captured(printed(node))) >= 3, 60)
+        for node in others:
+            assert captured(printed(node)) == [(source.mac, "ff:ff:ff:ff:ff:ff")] * 3, node.name
 
 
 def test_ipv6_works_as_on_any_ethernet(topology: Topology):

@@ -136,7 +136,7 @@ def test_frames_without_offloads_have_good_checksums(topology: Topology, name: s
     machine.execute(node, "ethtool -K eth0 gro off")
     for other in others:
         with ThreadPoolExecutor(1) as pool:
-            seen = pool.submit(capture, node, 8, 100, f"tcp and src {other.address} and greater 100")
+            seen = pool.submit(capture, node, 60, 100, f"tcp and src {other.address} and greater 100")
             while not seen.done():
                 fetch(node, [other])
         text = seen.result()
@@ -152,7 +152,7 @@ def test_super_frames_cross_whole(topology: Topology, source: str, destination: 
     """Frames between two nodes that accept super-frames are not segmented."""
     node, other = topology.find(destination), topology.find(source)
     with ThreadPoolExecutor(1) as pool:
-        seen = pool.submit(capture, node, 8, 5, f"tcp and src {other.address} and greater 3000")
+        seen = pool.submit(capture, node, 60, 5, f"tcp and src {other.address} and greater 3000")
         while not seen.done():
             fetch(node, [other])
     assert len(re.findall(r"length \d{4,5}\)", seen.result())) >= 5, seen.result()[-500:]

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from checks import assert_balanced, ping, reaches, settled, wait_for_path
 from conftest import PROGRAMS, MakeLab
+from frame_capture import listening
 
 from vnetlab import daemon, machine, measure
 from vnetlab.topology import PORT, Node, Topology
@@ -55,15 +56,13 @@ def test_flows_between_containers_spread_and_stay_in_order(topology: Topology):
     source, destination = topology.find("h1c1"), topology.find("h2c1")
     wait_for_path(source, destination.address)
     host = topology.hosts[0]
-    capture = ["timeout", "5", "tcpdump", "-nn", "-l", "-i", "eth0", f"src {host.address} and udp"]
     before = busy(topology.hosts[1])
-    with ThreadPoolExecutor() as pool:
-        seen = pool.submit(machine.attempt, host, *capture)
+    with listening([host], f"src {host.address} and udp") as printed, ThreadPoolExecutor() as pool:
         taking = pool.submit(machine.execute, destination, sys.executable, str(SCRIPT), "take", str(FLOWS))
         words = ["send", str(FLOWS), destination.address]
         sent = int(machine.execute(source, sys.executable, str(SCRIPT), *words, timeout_s=20))
         report = taking.result().split()
-        pairs = set(re.findall(r"IP [\d.]+\.(\d+) > [\d.]+\.(\d+): UDP", seen.result()[1]))
+        pairs = set(re.findall(r"[\d.]+\.(\d+) > [\d.]+\.(\d+): UDP", printed(host)))
     taken, late = map(int, report)
     assert taken > sent / 2, f"{taken} of {sent} arrived"
     assert late == 0, f"{late} of {taken} overtaken by a later one of their flow"

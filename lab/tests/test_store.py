@@ -30,6 +30,7 @@ from checks import (
     wait_for_path,
 )
 from conftest import PROGRAMS, MakeLab
+from frame_capture import listening
 
 from vnetlab import container, daemon, lab, machine, process, store
 from vnetlab.bench import usage
@@ -102,16 +103,15 @@ def test_empty_hosts_reach_each_other(topology: Topology):
 def test_arp_requests_are_answered_locally(topology: Topology, tmp_path: Path):
     """No other host receives an ARP request for a published address."""
     source, destination, third = (topology.find(name) for name in ("h1c1", "h2c1", "h3c1"))
-    listen = ["timeout", "3", "tcpdump", "-nn", "-l", "-i", "eth0", "arp and ether broadcast"]
     before = port(settled(topology.hosts[0]), "interface", source.name)["answers"]
-    with ThreadPoolExecutor(2) as pool:
-        heard = [pool.submit(machine.attempt, node, *listen) for node in (destination, third)]
-        time.sleep(1)
+    with listening([destination, third], "arp and ether broadcast") as printed:
         machine.execute(source, "ip", "neighbour", "flush", "all")
         assert reaches(source, destination.address)
         assert destination.mac in machine.execute(source, "ip", "neighbour", "show", destination.address)
-        for future in heard:
-            assert f"who-has {destination.address}" not in future.result()[1]
+        # A request that is flooded arrives within this time.
+        time.sleep(1)
+        for node in (destination, third):
+            assert f"who-has {destination.address}" not in printed(node)
     assert port(settled(topology.hosts[0]), "interface", source.name)["answers"] > before
     text = metrics(topology.hosts[0])
     assert re.search(r'^vnet_port_answers_total\{kind="interface",port="h1c1"\} [1-9]', text, re.M), text
@@ -379,11 +379,10 @@ def test_a_hub_relays(topology: Topology):
         ends = {host.name: {link["name"] for link in daemon.ask(host, "link", "list")} for host in topology.hosts}
         assert ends == {"h1": {"h2"}, "h2": {"h1", "h3"}, "h3": {"h2"}}
         source, destination = topology.find("h1c1"), topology.find("h3c1")
-        listen = ["timeout", "3", "tcpdump", "-e", "-nn", "-l", "-i", "eth0", "ether broadcast and icmp"]
-        with ThreadPoolExecutor(1) as pool:
-            heard = pool.submit(machine.attempt, destination, *listen)
-            machine.attempt(source, "sleep 1; ping -n -b -c 3 -i 0.1 -W 1 10.77.255.255")
-            assert captured(heard.result()[1]) == [(source.mac, "ff:ff:ff:ff:ff:ff")] * 3
+        with listening([destination], "ether broadcast and icmp") as printed:
+            machine.attempt(source, "ping -n -b -c 3 -i 0.1 -W 1 10.77.255.255")
+            wait_until("3 frames", lambda: len(captured(printed(destination))) >= 3, 60)
+            assert captured(printed(destination)) == [(source.mac, "ff:ff:ff:ff:ff:ff")] * 3
     finally:
         restart(topology, text)
 
