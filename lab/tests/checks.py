@@ -26,11 +26,12 @@ SUMMARY = (
 
 
 def ping(
-    source: Node, address: str, *options: str, count: int = 3, interval_s: float = 0.01, patience: int = 1
+    source: Node, address: str, *options: str, count: int = 3, interval_s: float = 0.01, patience: int = 4
 ) -> tuple[int, int]:
     """Pings; returns the numbers of requests and replies. The first request opens the path and may wait for ARP.
 
-    Unlike `measure.ping`, it counts the replies in the guest, because the guest's console is slow.
+    Unlike `measure.ping`, it counts the replies in the guest, because the guest's console is slow. It is patient:
+    guests that share processors with others take longer to send all requests.
     """
     deadline_s = patience * measure.deadline_s(count, interval_s)
     words = ["ping", "-n", "-c", str(count), "-i", str(interval_s), "-w", str(deadline_s), *options, address]
@@ -42,7 +43,7 @@ def ping(
 
 def reaches(source: Node, address: str, *options: str) -> bool:
     """Whether the first three pings are answered."""
-    return ping(source, address, *options)[1] == 3
+    return ping(source, address, *options, patience=1)[1] == 3
 
 
 def silent(source: Node, address: str) -> bool:
@@ -53,7 +54,9 @@ def silent(source: Node, address: str) -> bool:
 
 def wait_for_path(source: Node, address: str, timeout_s: float = 10) -> None:
     """Waits until a ping is answered."""
-    wait_until(f"{address} to answer {source.name}", lambda: ping(source, address, count=1)[1] == 1, timeout_s)
+    wait_until(
+        f"{address} to answer {source.name}", lambda: ping(source, address, count=1, patience=1)[1] == 1, timeout_s
+    )
 
 
 @contextlib.contextmanager
@@ -67,8 +70,7 @@ def pinging(*paths: tuple[Node, Node], interval_s: float = 0.004, seconds: float
         source, destination = path
         lost = 0
         while True:
-            # Patient: guests that share processors with others take longer to send all requests.
-            sent, received = ping(source, destination.address, count=count, interval_s=interval_s, patience=4)
+            sent, received = ping(source, destination.address, count=count, interval_s=interval_s)
             assert sent == count, f"{source.name} sent {sent} of {count}"
             lost += sent - received
             if over.is_set():
