@@ -3,9 +3,10 @@
 use std::io::ErrorKind;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
+
+use parking_lot::{Mutex, MutexGuard};
 
 use super::*;
 use crate::closer;
@@ -25,7 +26,7 @@ fn place(inode: u64, networks: &[u32]) -> Place {
 /// takes no processes.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
-    let guard = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let guard = ALONE.lock();
     wait_for_closer();
     guard
 }
