@@ -1,7 +1,7 @@
 """The kernel's own path on Debian's kernels: vnetd and two containers run in an emulated guest.
 
 Uses Debian 12's own kernel; with VNET_LAB_KERNELS=1 (`make kernels`) also the newer kernel of its security archive and
-that of Debian 11.
+that of Debian 11. The newer one has netkit, and also runs two hosts.
 """
 
 import json
@@ -24,7 +24,10 @@ if "VNET_LAB_KERNELS" in os.environ:
     KERNELS["6.12"] = ("linux-image-6.12-cloud-amd64", "")
     KERNELS["5.10"] = ("linux-image-cloud-amd64", "bullseye")
 MODULES = ("veth", "tun", "sch_ingress", "cls_bpf")
-END_S = 240
+MORE_MODULES = {"6.12": ("vxlan",)}
+PAIRS = {"6.12": ["netkit", "netkit", "veth"]}
+"""Which pairs connect the containers, where not all are veth."""
+END_S = 600
 """Time limit; an emulated guest needs about a tenth of it."""
 BYTES = 20 << 20
 
@@ -37,6 +40,17 @@ def frames(stats: dict) -> tuple[int, int]:
     assert total["in_frames"] + total["copies"] == total["out_frames"] + drops
     (first,) = (port for port in ports if port["name"] == "c1")
     return first["in_frames"], sum(dispatcher["frames"] for dispatcher in stats["dispatchers"])
+
+
+def by_vnetd(found: dict[str, str], name: str) -> int:
+    """Frames that dispatchers have forwarded between the results "before-NAME" and "after-NAME"."""
+    before, after = (frames(json.loads(found[f"{when}-{name}"]))[1] for when in ("before", "after"))
+    return after - before
+
+
+def paths(interfaces: str) -> list[tuple[str, str]]:
+    """The path of each interface, and the pair that connects its container."""
+    return [(port["path"], port["pair"]) for port in json.loads(interfaces)]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +66,8 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ...]:
 def test_the_kernel_forwards(version: str, programs: tuple[Path, ...], tmp_path: Path):
     tools = ("ip", "ping", "iperf3")
     package, suite = KERNELS[version]
-    recipe = Recipe(package, suite, INIT.with_name("kernel-path"), MODULES, tools, programs)
+    modules = (*MODULES, *MORE_MODULES.get(version, ()))
+    recipe = Recipe(package, suite, INIT.with_name("kernel-path"), modules, tools, programs)
     image = ensure_image(lab.CACHE, recipe, tmp_path)
     words = [QEMU, "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-machine", "pc", *accelerator()]
     words += ["-m", "512M", "-serial", "stdio", "-kernel", str(image.kernel), "-initrd", str(image.initramfs)]
@@ -64,19 +79,28 @@ def test_the_kernel_forwards(version: str, programs: tuple[Path, ...], tmp_path:
     found = dict(re.findall(r"^vnet-lab: (\S+) ?(.*?) *\r?$", text, re.MULTILINE))
     assert "end" in found, text[-5000:]
     assert found["kernel"].startswith(f"{version}."), found["kernel"]
-    paths = {port["path"] for port in json.loads(found["interfaces"])}
-    assert paths == {"kernel"}, text[-5000:]
+    wanted = [("kernel", pair) for pair in PAIRS.get(version, ["veth"] * 3)]
+    assert paths(found["interfaces"]) == wanted, text[-5000:]
     assert "200 received" in found["pings"]
-    # iperf3 exits when all data is sent, and reports the data that has arrived by then.
-    assert int(re.search(r"\d+", found["received"])[0]) >= BYTES / 2
+    for name in [name for name in found if name.startswith("received")]:
+        # iperf3 exits when all data is sent, and reports the data that has arrived by then.
+        assert int(re.search(r"\d+", found[name])[0]) >= BYTES / 2, name
     before, pinged, streamed = (frames(json.loads(found[name])) for name in ("before", "after-pings", "after-tcp"))
     assert pinged[0] - before[0] >= 200
     assert pinged[1] - before[1] < 40, "what ARP and IPv6 need, and no more"
     assert streamed[0] - pinged[0] >= BYTES / 2 / 65536
     assert streamed[1] - pinged[1] < (streamed[0] - pinged[0]) / 2
     assert "50 received" in found["pings-without"], text[-5000:]
-    assert {port["path"] for port in json.loads(found["interfaces-again"])} == {"kernel"}
+    assert paths(found["interfaces-again"]) == wanted
     assert found["addresses"] == "1"
     assert "50 received" in found["pings-again"], text[-5000:]
     assert frames(json.loads(found["after-restart"]))[1] < 60, "the kernel forwards again"
     assert (found["status"], found["devices-left"]) == ("0", "0"), text[-5000:]
+    for number in (1, 2):
+        assert "50 received" in found[f"pings-veth-{number}"], text[-5000:]
+        # What ARP and IPv6 need, and no more.
+        assert by_vnetd(found, f"veth-{number}") < 40
+    if version in MORE_MODULES:
+        assert paths(found["wire-interfaces"]) == [("kernel", "netkit")], text[-5000:]
+        assert "100 received" in found["pings-wire"], text[-5000:]
+        assert by_vnetd(found, "wire") < 60, text[-5000:]

@@ -81,6 +81,26 @@ def test_known_flows_pass_no_dispatcher(host: Host):
     assert received(ping(10, "-s", "8000")) == 10
 
 
+def test_the_pair_is_netkit_where_the_kernel_has_it(host: Host):
+    probe = ["ip", "netns", "exec", HOST, "ip", "link", "add", "probe", "type", "netkit"]
+    has_netkit = subprocess.run(probe, check=False, capture_output=True).returncode == 0
+    if has_netkit:
+        run(["ip", "-n", HOST, "link", "delete", "probe"])
+    assert [port["pair"] for port in host.ask("interface", "list")] == ["netkit" if has_netkit else "veth"] * 2
+    words = [str(daemon.binaries() / "vnet"), "--socket", f"{host.directory}/control.sock", "interface", "add", "three"]
+    words += ["--kind", "veth", "--device", "eth1", "--netns", TWO, "--pair", "netkit"]
+    done = subprocess.run(words, check=False, capture_output=True, text=True)
+    if has_netkit:
+        assert done.returncode == 0, done.stderr
+        host.vnet("interface", "del", "three")
+    else:
+        assert done.returncode != 0
+        assert done.stderr.count("\n") == 1
+        assert 'write pair = "auto" or "veth"' in done.stderr
+    assert devices(TWO) == ["lo", "eth0"]
+    assert len(devices(HOST)) == 5
+
+
 def test_tcp_passes_no_dispatcher(host: Host):
     server = ["ip", "netns", "exec", TWO, "iperf3", "--server", "--one-off"]
     with subprocess.Popen(server, stdout=subprocess.DEVNULL) as process:

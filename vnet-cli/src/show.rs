@@ -172,6 +172,7 @@ pub fn interfaces(interfaces: &Vec<Interface>) -> String {
         let mut notes: Vec<_> = i.reason.iter().chain(&i.notes).cloned().collect();
         let (by_kernel, may) = (i.path == "kernel", matches!(&*text("kind"), "veth" | "local"));
         notes.extend(by_kernel.then(|| "known flows pass in the kernel".to_string()));
+        notes.extend((text("pair") == "netkit").then(|| "netkit".to_string()));
         let where_not = match i.path_reason.as_deref() {
             _ if by_kernel => "not to other hosts",
             Some(LIMITED | GUARDED) => "no kernel path from it",

@@ -114,6 +114,9 @@ impl Engine {
         let mut settings = InterfaceSettings::from(spec);
         // The owner of a device may change its MTU: show the current value.
         settings.set("mtu", Some(live.mtu()));
+        if let Some(pair) = live.interface.kernel_device().and_then(|device| device.pair) {
+            settings.set("pair", Some(<&str>::from(pair)));
+        }
         Some(api::Interface {
             name: spec.name.clone(),
             state: state.into(),

@@ -12,9 +12,10 @@ use vnet::dispatch::in_place::UnderlayPort;
 use vnet::dispatch::mode::Drive;
 use vnet::frame::{self, PortId};
 use vnet::interface::local::{Local, LocalError, LocalOptions};
+use vnet::interface::pair::{PairKind, VethOptions};
 use vnet::interface::stand_in::Absent;
 use vnet::interface::tap::{Netns, Process, Tap, TapError, TapOptions};
-use vnet::interface::veth::{self, Veth, VethError, VethOptions};
+use vnet::interface::veth::{self, Veth, VethError};
 use vnet::interface::vhost_user::{VhostUser, VhostUserError, VhostUserOptions};
 use vnet::interface::{Interface, KernelDevice, State};
 use vnet::kernel::{Attached, GuestDevice, Kernel, KernelError};
@@ -401,8 +402,9 @@ fn attach(
     interface: &dyn Interface,
     programs: impl FnOnce(&GuestDevice) -> Result<Attached, KernelError>,
 ) -> Result<Attached, String> {
-    let KernelDevice { host, tap, mac, .. } = interface.kernel_device().ok_or("it has no device")?;
-    let device = GuestDevice { host: host.clone(), tap: tap.clone(), mac: *mac };
+    let KernelDevice { host, tap, mac, pair, .. } = interface.kernel_device().ok_or("it has no device")?;
+    let netkit = *pair == Some(PairKind::Netkit);
+    let device = GuestDevice { host: host.clone(), tap: tap.clone(), mac: *mac, netkit };
     programs(&device).map_err(|error| error.to_string())
 }
 
@@ -426,7 +428,7 @@ fn open_veth(
         return Ok(Err("its device is in vnetd's own network namespace; name another by netns".into()));
     };
     let mac = spec.mac.or(before.mac);
-    let options = VethOptions { device: device.clone(), netns, mac, mtu: spec.mtu as usize };
+    let options = VethOptions { device: device.clone(), netns, mac, mtu: spec.mtu as usize, pair: spec.pair };
     let veth = match Veth::open(&options, origin, stats.clone()) {
         Ok(veth) => veth,
         Err(VethError::Tap(error)) => return Err(error.into()),

@@ -47,6 +47,7 @@ fn interface(n: usize) -> impl Strategy<Value = Item<InterfaceSpec>> {
             port_security,
             address_security: false,
             kernel_path: Default::default(),
+            pair: Default::default(),
             driving: Default::default(),
         })
     })

@@ -340,6 +340,19 @@ fn a_listener_at_the_wires_port_is_warned_of() {
 }
 
 #[test]
+fn a_pair_that_the_kernel_path_would_make_is_warned_of_without_it() {
+    let told = |more: &str| -> Vec<String> {
+        let text = format!(
+            "[host]\nname = \"h1\"\n[[interface]]\nname = \"c1\"\nkind = \"veth\"\ndevice = \"eth0\"\nnetns = \"box\"\n{more}"
+        );
+        good(&text).warnings.iter().map(ToString::to_string).collect()
+    };
+    assert_eq!(told("pair = \"netkit\"\n"), [""; 0]);
+    let want = "f.toml:8: pair has no effect with kernel_path = \"off\", where a TAP connects the container";
+    assert_eq!(told("pair = \"netkit\"\nkernel_path = \"off\"\n"), [want]);
+}
+
+#[test]
 fn a_file_that_cannot_be_read_is_named() {
     let error = vnet_control::config::load("/nonexistent/vnet.toml".as_ref()).unwrap_err();
     assert_eq!(

@@ -245,7 +245,7 @@ pub struct Interface {
     /// Polling mode and guest notifications.
     #[serde(flatten)]
     pub driving: Driving,
-    /// Settings of the interface; `mtu` is the effective one.
+    /// Settings of the interface; `mtu` and `pair` are the effective ones.
     #[serde(flatten)]
     pub settings: InterfaceSettings,
 }

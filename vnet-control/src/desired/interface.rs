@@ -8,6 +8,7 @@ use vnet::dispatch::mode::ModeSettings;
 use vnet::dispatch::share::ShareSettings;
 use vnet::frame::NetworkId;
 use vnet::interface::interrupts::InterruptSettings;
+use vnet::interface::pair::Pair;
 use vnet::interface::tap::Netns;
 use vnet::route::STORM_FRAMES_PER_S;
 use vnet::wire::ethernet::Mac;
@@ -41,6 +42,8 @@ pub struct InterfaceSpec {
     pub address_security: bool,
     /// Whether the kernel forwards known flows of a veth.
     pub kernel_path: KernelPath,
+    /// Which pair of devices connects a container on the kernel's path.
+    pub pair: Pair,
     /// Polling mode and interrupt coalescing.
     pub driving: Driving,
 }
@@ -64,6 +67,7 @@ impl Default for InterfaceSpec {
             port_security: false,
             address_security: false,
             kernel_path: KernelPath::default(),
+            pair: Pair::default(),
             driving: Driving::default(),
         }
     }

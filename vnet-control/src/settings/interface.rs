@@ -7,6 +7,7 @@ use vnet::dispatch::mode::Mode;
 use vnet::dispatch::share::WEIGHT_MAX;
 use vnet::frame::MTU_MAX;
 use vnet::interface::interrupts::Interrupts;
+use vnet::interface::pair::Pair;
 use vnet::interface::tap::TAP_MTU_MAX;
 use vnet::interface::vhost_user::QUEUES_MAX;
 
@@ -204,6 +205,15 @@ pub static INTERFACE: Declaration<InterfaceSpec> = Declaration {
         .only_for(&["veth", "local"])
         .note("veth: auto needs a `netns` other than vnetd's, local: vnetd's own; see [containers.md](containers.md)")
         .phrase("kernel path {}"),
+        field!(
+            "pair",
+            word::<Pair>(),
+            |interface: InterfaceSpec| interface.pair,
+            "which devices connect the container on the kernel's path: netkit, veth, or auto: netkit where the kernel has it"
+        )
+        .only_for(&["veth"])
+        .note("see [containers.md](containers.md)")
+        .phrase("{} pair"),
         field!(
             "storm_limit",
             number::<u32>(1, RATE_MAX),
@@ -488,6 +498,10 @@ pub(super) fn judge(reader: &mut Reader<'_>, interface: &InterfaceSpec) {
                 reader.problem(&reader.place_of(key), text);
             }
         }
+    }
+    if interface.pair != Pair::Auto && interface.kernel_path == KernelPath::Off {
+        let text = "pair has no effect with kernel_path = \"off\", where a TAP connects the container";
+        reader.hint(&reader.place_of("pair"), text);
     }
     if interface.mtu as usize > TAP_MTU_MAX {
         let (place, mtu) = (reader.place_of("mtu"), interface.mtu);

@@ -11,6 +11,7 @@ use vnet::dispatch::mode::Mode;
 use vnet::dispatch::yielding::Strategy;
 use vnet::frame::NetworkId;
 use vnet::interface::interrupts::Interrupts;
+use vnet::interface::pair::Pair;
 use vnet::interface::tap::{DEVICE_NAME_MAX, Netns};
 use vnet::link::{Encapsulation, SourceMatch, ZeroCopy};
 use vnet::route::Qualifier;
@@ -268,7 +269,7 @@ show!(NetworkId => value: Json::from(value.get()));
 show!(PathBuf => value: Json::from(value.display().to_string()));
 show!(
     Mac, IpAddr, Ipv4Addr, SocketAddr, Netns, Qualifier, RouteSource, Target, Topology, Mode, Strategy, Interrupts,
-    Encapsulation, SourceMatch, ZeroCopy, Prefix, KernelPath, Account, FileMode => value: Json::from(value.to_string())
+    Encapsulation, SourceMatch, ZeroCopy, Prefix, KernelPath, Pair, Account, FileMode => value: Json::from(value.to_string())
 );
 
 impl<T: Show> Show for Option<T> {

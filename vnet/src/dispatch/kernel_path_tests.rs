@@ -133,6 +133,7 @@ impl World {
                 mac: Mac([2, 0, 0, 0, 0, n as u8]),
                 mtu: 1500.into(),
                 leads_to: LeadsTo::Namespace(None),
+                pair: None,
             };
             InterfacePort {
                 member: Member {

@@ -16,6 +16,7 @@ mod frame_writer;
 pub mod interrupts;
 pub mod local;
 mod netns;
+pub mod pair;
 mod queue_len;
 pub mod stand_in;
 pub mod tap;
@@ -32,6 +33,7 @@ use std::time::Duration;
 
 use self::device::OnDevice;
 use self::interrupts::InterruptSettings;
+use self::pair::PairKind;
 use crate::frame::{DropSink, Frame, Room, Selection};
 use crate::source::Source;
 use crate::wire::ethernet::{HEADER_LEN, Mac, VLAN_TAG_LEN};
@@ -140,6 +142,8 @@ pub struct KernelDevice {
     pub mtu: AtomicUsize,
     /// Where frames sent to the device go.
     pub leads_to: LeadsTo,
+    /// Kind of the pair that the host's end belongs to; `None` for a local network's device.
+    pub pair: Option<PairKind>,
 }
 
 /// Where frames go that are sent to a guest's device.

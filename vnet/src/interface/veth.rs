@@ -1,4 +1,4 @@
-//! Containers' interfaces: a veth pair between container and host, with a TAP behind its host's end.
+//! Containers' interfaces: a pair of devices between container and host (`pair.rs`), with a TAP behind its host's end.
 //!
 //! ```text
 //!   container          vnetd's network namespace
@@ -12,23 +12,20 @@
 //! routes that the container has assigned to it. vnetd does not set a MAC address that the device has already: the kernel would flush
 //! the container's neighbour table.
 
-use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use netlink_packet_core::{NLM_F_CREATE, NLM_F_EXCL};
 use netlink_packet_route::RouteNetlinkMessage;
-use netlink_packet_route::link::{
-    InfoData, InfoKind, InfoVeth, LinkAttribute, LinkFlags, LinkInfo, LinkMessage,
-};
+use netlink_packet_route::link::{LinkAttribute, LinkFlags, LinkMessage};
 
 use parking_lot::Mutex;
 use rustix::net::netdevice::index_to_name;
 
 use super::device::{self, Home, OnDevice};
 use super::netns::{Netns, NetnsError};
+use super::pair::{self, VethOptions};
 use super::tap::{self, TAP_MTU_MAX, Tap, TapError, TapOptions};
 use super::{Interface, KernelDevice, LeadsTo, State};
 use crate::frame::{DropSink, Origin, Selection};
@@ -37,26 +34,8 @@ use crate::source::Source;
 use crate::stats::PortStats;
 use crate::wire::ethernet::Mac;
 
-/// Maximum length in bytes of a super-frame that the container's kernel gives the device: less than `SUPER_FRAME_MAX`
-/// (programs/shared.h), so that the wire's headers fit into the same IP packet, and enough for 46 segments of 1 400 bytes. TCP's
-/// frames stay below it by Linux's `MAX_TCP_HEADER`. Messages of UDP that a program has segmented by the kernel are as long as the
-/// program makes them; the kernel segments longer ones before the device.
-const GSO_MAX_SIZE: u32 = 65_080;
 /// Beginning of the names of hosts' ends.
 const HOST_END: &str = "vnet-";
-
-/// Configuration of a container's interface.
-#[derive(Clone, Debug)]
-pub struct VethOptions {
-    /// The container's device, at most [`DEVICE_NAME_MAX`](super::tap::DEVICE_NAME_MAX) bytes.
-    pub device: String,
-    /// The container's network namespace. Not vnetd's own: the kernel hands frames into other namespaces only.
-    pub netns: Netns,
-    /// The container's MAC address; chosen by the kernel if absent.
-    pub mac: Option<Mac>,
-    /// MTU in bytes, capped at [`TAP_MTU_MAX`].
-    pub mtu: usize,
-}
 
 /// Why a container's interface could not be opened.
 #[derive(Debug, thiserror::Error)]
@@ -118,26 +97,24 @@ impl Veth {
         let namespace = options.netns.open()?;
         let there = |device: &str| options.netns.run(|| mac_of(device)).map(|(_, mac)| mac);
         // A host's end whose other end is gone went with it. One whose container has renamed or moved its device is of no use.
-        let known = tap::device_index(&host).is_some();
-        if known && there(&options.device)?.is_none() {
+        // One of another kind than configured is replaced.
+        let fits = |index| Ok(options.pair.takes(pair::kind_of(index)?));
+        let fits = tap::device_index(&host).map(fits).transpose().map_err(|error| fail("find", error))?;
+        if let Some(fits) = fits
+            && (!fits || there(&options.device)?.is_none())
+        {
             remove(&host).map_err(|error| fail("remove the old", error))?;
         }
         let made = tap::device_index(&host).is_none();
         if made {
-            make(&host, options, mtu, namespace).map_err(|error| match error.raw_os_error() {
-                Some(libc::EEXIST) => {
-                    let hint = "; the namespace has a device of that name already, which is not vnetd's";
-                    TapError::Step { step: "create", device: options.device.clone(), error, hint }
-                }
-                _ => fail("create", error),
-            })?;
+            pair::make(&host, options, mtu, &namespace)?;
         }
         // Removes the pair when a later step fails, unless it has the container's addresses already.
-        let pair = made.then(|| Pair(host.clone()));
+        let unfinished = made.then(|| Unfinished(host.clone()));
         if let Err(error) = device::silence(&host).and_then(|()| device::isolate(&host)) {
             // A TAP of the same name replaces the pair.
             let _ = remove(&host);
-            std::mem::forget(pair);
+            std::mem::forget(unfinished);
             return Err(VethError::Exposed { device: host, error });
         }
         let wanted_mac = options.mac.filter(|mac| !there(&options.device).is_ok_and(|is| is == Some(*mac)));
@@ -153,10 +130,11 @@ impl Veth {
         let index =
             |name: &str| tap::device_index(name).ok_or_else(|| fail("find", io::ErrorKind::NotFound.into()));
         let (host_index, tap_index) = (index(&host)?, index(&tap_name)?);
-        std::mem::forget(pair);
+        let kind = pair::kind_of(host_index).map_err(|error| fail("find", error))?;
+        std::mem::forget(unfinished);
         let leads_to = LeadsTo::Namespace(namespace_of(host_index));
         let (host, tap_device, mtu_now) = ((host, host_index), (tap_name, tap_index), mtu.into());
-        let device = KernelDevice { host, tap: tap_device, mac, mtu: mtu_now, leads_to };
+        let device = KernelDevice { host, tap: tap_device, mac, mtu: mtu_now, leads_to, pair: Some(kind) };
         let (name, seen) = (options.device.clone(), Mutex::new(Seen { up: true, mtu, named: true }));
         Ok(Arc::new(Veth { tap, device, name, home, seen }))
     }
@@ -267,9 +245,9 @@ impl OnDevice for Veth {
 }
 
 /// Removes a pair when opening it fails.
-struct Pair(String);
+struct Unfinished(String);
 
-impl Drop for Pair {
+impl Drop for Unfinished {
     fn drop(&mut self) {
         let _ = remove(&self.0);
     }
@@ -321,29 +299,6 @@ fn namespace_of(index: u32) -> Option<u32> {
     })
 }
 
-/// Creates the pair, down.
-fn make(host: &str, options: &VethOptions, mtu: usize, namespace: File) -> io::Result<()> {
-    let namespace = OwnedFd::from(namespace);
-    let attributes = |name: &str| {
-        vec![
-            LinkAttribute::IfName(name.into()),
-            LinkAttribute::Mtu(mtu as u32),
-            LinkAttribute::GsoMaxSize(GSO_MAX_SIZE),
-        ]
-    };
-    let mut guest = LinkMessage::default();
-    guest.attributes = attributes(&options.device);
-    guest.attributes.push(LinkAttribute::NetNsFd(namespace.as_raw_fd()));
-    if let Some(mac) = options.mac {
-        guest.attributes.push(LinkAttribute::Address(mac.0.to_vec()));
-    }
-    let mut request = LinkMessage::default();
-    request.attributes = attributes(host);
-    let info = LinkInfo::Data(InfoData::Veth(InfoVeth::Peer(guest)));
-    request.attributes.push(LinkAttribute::LinkInfo(vec![LinkInfo::Kind(InfoKind::Veth), info]));
-    Netlink::new()?.change(RouteNetlinkMessage::NewLink(request), NLM_F_CREATE | NLM_F_EXCL)
-}
-
 /// Sets a device of the calling thread's namespace up.
 pub(super) fn raise(device: &str, mtu: usize, mac: Option<Mac>) -> io::Result<()> {
     let mut link = LinkMessage::default();
@@ -370,7 +325,8 @@ mod tests {
     fn a_namespace_that_is_being_made_is_waited_for() {
         let file = tempfile::NamedTempFile::new().unwrap();
         let netns = Netns::Path(file.path().into());
-        let options = VethOptions { device: "eth0".into(), netns, mac: None, mtu: 1500 };
+        let options =
+            VethOptions { device: "eth0".into(), netns, mac: None, mtu: 1500, pair: pair::Pair::Auto };
         let origin = Origin { port: crate::frame::PortId(1), network: crate::frame::NetworkId::DEFAULT };
         let Err(VethError::Tap(error)) = Veth::open(&options, origin, Arc::default()) else {
             panic!("opened in a file");

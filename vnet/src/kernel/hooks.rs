@@ -1,5 +1,6 @@
-//! Programs at devices: tcx links, pinned or not, and filters.
+//! Programs at devices: tcx links, pinned or not, and filters. `netkit.rs` attaches those of netkit pairs.
 
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
 use aya::programs::links::{FdLink, LinkOrder, PinnedLink};
@@ -17,6 +18,10 @@ pub(super) enum Hook {
     Pinned(PathBuf),
     Held {
         _link: SchedClassifierLink,
+    },
+    /// Of a netkit pair.
+    HeldByPair {
+        _link: OwnedFd,
     },
 }
 

@@ -29,12 +29,14 @@
 //!                       +-- else: the host's network stack, and a copy -> TAP of the device -> vnetd
 //! ```
 //!
+//! Between the ends of a netkit pair, `from_container` runs instead of `from_guest`, while the container sends.
+//!
 //! - *Programs* (`programs/`, in C, one file per hook) look up flows. Frames without a flow come up to vnetd, as if there were no
 //!   programs. The object is checked in, so a build needs no clang.
 //! - *Flows* (`flows.rs`): verdicts with one destination, installed by the dispatchers' routers. A verdict holds while the
 //!   table's generation and two versions of learned addresses are current, and until its lease ends. Programs compare all
 //!   three for each frame, in memory shared with vnetd (`mapping.rs`): one store ends any number of flows.
-//! - *Attached devices*: a guest's veth and vnetd's TAP behind it ([`Kernel::attach`]), a device of a local network and the TAP for
+//! - *Attached devices*: a guest's pair and vnetd's TAP behind it ([`Kernel::attach`]), a device of a local network and the TAP for
 //!   copies of its frames ([`Kernel::attach_lan`]), the wire and its TAP ([`Kernel::attach_wire`]), devices of the underlay
 //!   ([`Kernel::attach_underlay`]). A datagram belongs to the link whose remote has sent it, to the port of the wire or of VXLAN
 //!   ([`Kernel::set_peers`]).
@@ -49,6 +51,7 @@
 mod flows;
 mod hooks;
 mod mapping;
+mod netkit;
 mod pins;
 #[cfg(test)]
 mod pins_tests;
@@ -150,6 +153,8 @@ pub struct GuestDevice {
     pub tap: (String, u32),
     /// The guest's address; a local network's device has its own, whose frames are the host's.
     pub mac: Mac,
+    /// True if the host's end is that of a netkit pair.
+    pub netkit: bool,
 }
 
 impl GuestDevice {
@@ -351,8 +356,29 @@ impl Kernel {
         self.ports.lock().insert(tap.1, back, 0)?;
         attached.hooks.extend(self.attach_program("from_core", tap, Stays::Never)?);
         self.set_port(device, origin)?;
-        attached.hooks.extend(self.attach_program("from_guest", host, Stays::Always)?);
+        let by_pair = if device.netkit { self.attach_pair(host)? } else { None };
+        let hooks = by_pair.map_or_else(|| self.attach_program("from_guest", host, Stays::Always), Ok)?;
+        attached.hooks.extend(hooks);
         Ok(attached)
+    }
+
+    /// Attaches the programs to a netkit pair by its host's end. `None` if the kernel refuses the pair's own hook: then they run at
+    /// the host's end, as those of a veth, one queue later.
+    fn attach_pair(&self, host: &(String, u32)) -> Result<Option<Vec<Hook>>, KernelError> {
+        let pin = self.pins.as_ref().ok().map(|pins| pins.link(host.1));
+        let is_pinned = pin.is_some();
+        let mut programs = self.programs.lock();
+        let hook = match netkit::attach(classifier(&mut programs, "from_container")?, host.1, pin) {
+            Ok(hook) => hook,
+            Err(error) => {
+                tracing::info!("device '{}' takes no program of netkit: {error}", host.0);
+                return Ok(None);
+            }
+        };
+        // Takes the frames when the link ends with its pin's file system, or with vnetd if there is no pin.
+        let filter = attach_filter(classifier(&mut programs, "from_guest")?, &host.0);
+        let filter = if is_pinned { filter.ok() } else { Some(filter.map_err(|error| error.at(&host.0))?) };
+        Ok(Some([hook].into_iter().chain(filter).collect()))
     }
 
     /// Attaches the programs to the device of a local network, which the host may use, too, until the result is dropped. Without vnetd's

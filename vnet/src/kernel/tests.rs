@@ -55,6 +55,14 @@ pub(super) fn kernel() -> Option<Arc<Kernel>> {
     }
 }
 
+#[test]
+fn only_netkit_pairs_have_their_hook() {
+    let Some(kernel) = kernel() else { return };
+    let mut programs = kernel.programs.lock();
+    let program = classifier(&mut programs, "from_container").unwrap();
+    assert!(netkit::attach(program, LOOPBACK, None).is_err());
+}
+
 /// A kernel whose loopback device is a guest's, with what `program` says to a frame.
 pub(super) struct Bench {
     pub(super) kernel: Arc<Kernel>,
@@ -149,7 +157,7 @@ pub(super) fn terms() -> Terms {
 fn a_device_without_a_port_forwards_nothing() {
     let Some(kernel) = kernel() else { return };
     let bench = Bench { kernel, from: sender(), to: guest() };
-    for program in ["from_guest", "from_core", "from_wire", "try_wire"] {
+    for program in ["from_guest", "from_container", "from_core", "from_wire", "try_wire"] {
         assert_eq!(bench.run(program, &frame(B, 60)), TC_ACT_SHOT);
     }
 }

@@ -107,7 +107,7 @@ impl Local {
             let copies = Copies::open(&options.device, opened.index)?;
             let (host, tap) = ((options.device.clone(), opened.index as u32), copies.tap.clone());
             let (mac, leads_to) = (opened.mac, LeadsTo::Outside);
-            Some((KernelDevice { host, tap, mac, mtu: mtu.into(), leads_to }, copies))
+            Some((KernelDevice { host, tap, mac, mtu: mtu.into(), leads_to, pair: None }, copies))
         } else {
             None
         };

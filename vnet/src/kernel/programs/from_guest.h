@@ -1,7 +1,9 @@
-/* Ingress of the host's end of a guest's veth: the kernel forwards known flows, all other frames come up to vnetd. */
+/* Ingress of the host's end of a guest's veth, and transmission of the container's end of a netkit pair: the kernel forwards known
+ * flows, all other frames come up to vnetd. */
 
-/* Forwards a frame of a port's guest if its flow is known. TC_ACT_UNSPEC: the frame is unchanged, and vnetd decides. */
-INLINE long forward(struct __sk_buff *skb, const struct port *port)
+/* Forwards a frame of a port's guest if its flow is known. TC_ACT_UNSPEC: the frame is unchanged, and vnetd decides.
+ * `at_ingress`: the frame may skip the queue of a container's device. */
+INLINE long forward(struct __sk_buff *skb, const struct port *port, int at_ingress)
 {
 	struct verdict verdict;
 	struct flow *flow = &verdict.flow;
@@ -11,7 +13,7 @@ INLINE long forward(struct __sk_buff *skb, const struct port *port)
 		return TC_ACT_UNSPEC;
 	if (flow->kind == TO_INTERFACE) {
 		count(&verdict);
-		return to_guest(skb, flow->device, flow->own_address);
+		return to_guest(skb, flow->device, at_ingress && flow->own_address);
 	}
 	if (flow->kind != TO_LINK)
 		return TC_ACT_SHOT;
@@ -29,8 +31,8 @@ INLINE long forward(struct __sk_buff *skb, const struct port *port)
 	return to_wire(skb, flow->device, flow->remote, port->network);
 }
 
-SEC("classifier/from_guest")
-int from_guest(struct __sk_buff *skb)
+/* Frames of a device that is vnetd's own. */
+INLINE long from_own(struct __sk_buff *skb, int at_ingress)
 {
 	__u32 device = skb->ifindex;
 	struct port *found = bpf_map_lookup_elem(&ports, &device), port;
@@ -39,6 +41,19 @@ int from_guest(struct __sk_buff *skb)
 	if (!found)
 		return TC_ACT_SHOT;
 	port = *found;
-	verdict = forward(skb, &port);
+	verdict = forward(skb, &port, at_ingress);
 	return verdict == TC_ACT_UNSPEC ? bpf_redirect(port.other, 0) : verdict;
+}
+
+SEC("classifier/from_guest")
+int from_guest(struct __sk_buff *skb)
+{
+	return from_own(skb, 1);
+}
+
+/* Runs while the container sends, with the host's end as the device. bpf_redirect_peer works at an ingress only. */
+SEC("classifier/from_container")
+int from_container(struct __sk_buff *skb)
+{
+	return from_own(skb, 0);
 }

@@ -16,7 +16,7 @@ int from_lan(struct __sk_buff *skb)
 		return TC_ACT_UNSPEC;
 	if (dst[0] == port.mac[0] && dst[1] == port.mac[1] && dst[2] == port.mac[2])
 		return TC_ACT_UNSPEC;
-	verdict = forward(skb, &port);
+	verdict = forward(skb, &port, 1);
 	if (verdict != TC_ACT_UNSPEC)
 		return verdict;
 	/* vnetd reads the copy at a packet socket, which sees frames before the program `ends`. */
