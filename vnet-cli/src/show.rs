@@ -184,6 +184,7 @@ pub fn interfaces(interfaces: &Vec<Interface>) -> String {
         notes.extend(i.settings.flag("port_security").then(|| "port security".to_string()));
         notes.extend(i.settings.flag("address_security").then(|| "address security".to_string()));
         let addresses = text("addresses");
+        notes.extend(i.direct_note());
         notes.extend((!addresses.is_empty()).then(|| format!("addresses {addresses}")));
         table.row([
             i.name.clone(),
@@ -243,10 +244,9 @@ fn link_note(link: &Link) -> String {
     let soon = link.certificate_s.filter(|left_s| *left_s < CERTIFICATE_SOON_S);
     let soon = soon.map(|left_s| format!("certificate of {} {}", link.settings.text("peer"), ends(left_s)));
     let by_kernel = (link.path == "kernel").then(|| "known flows pass in the kernel".to_string());
-    let by_vnetd = link.path_reason.iter().map(|why| format!("no kernel path: {why}"));
-    let notes: Vec<_> =
-        link.reason.clone().into_iter().chain(by_kernel).chain(by_vnetd).chain(soon).collect();
-    notes.join("; ")
+    let by_vnetd = link.path_reason.as_ref().map(|why| format!("no kernel path: {why}"));
+    let notes = [link.reason.clone(), by_kernel, by_vnetd, link.direct_note(), soon];
+    notes.into_iter().flatten().collect::<Vec<_>>().join("; ")
 }
 
 /// The remaining lifetime of a certificate as text.

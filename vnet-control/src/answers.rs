@@ -14,8 +14,8 @@ use vnet::dispatch::core::Pulse;
 use vnet::dispatch::dispatcher_stats::DispatcherStats;
 use vnet::interface::State;
 use vnet::kernel::{Carried, Known};
-use vnet::link::LinkState;
 use vnet::link::sealed::identity::unix_now;
+use vnet::link::{DirectPort, Link, LinkState};
 use vnet::route::{self, Held, LearnedEntry, LearnedStats};
 use vnet::stats::DiscardReason;
 
@@ -111,6 +111,7 @@ impl Engine {
             (Ok(_), Some(why)) => Err(why.into()),
             (Ok(_), None) => Ok(()),
         };
+        let (direct_ports, direct_reason) = self.direct.lock().shown(&spec.name, self.core.now_ms());
         let mut settings = InterfaceSettings::from(spec);
         // The owner of a device may change its MTU: show the current value.
         settings.set("mtu", Some(live.mtu()));
@@ -124,6 +125,8 @@ impl Engine {
             notes: mistakes.notes(spec, live),
             path: if path.is_ok() { "kernel" } else { "vnetd" }.into(),
             path_reason: path.map_or_else(Some, |()| link_reason.cloned()),
+            direct_ports,
+            direct_reason,
             driving: driving(live, spec.queues as usize),
             settings,
         })
@@ -162,6 +165,7 @@ impl Engine {
                 loss_permille: probed.loss_permille,
                 path: if by_kernel == Some(Ok(())) { "kernel" } else { "vnetd" }.into(),
                 path_reason: by_kernel.and_then(Result::err),
+                direct_guests: direct_guests(link),
                 traffic: (&**link).into(),
                 heard_s: heard_s.or_else(|| link.stream_heard_s()),
                 settings,
@@ -304,6 +308,14 @@ fn link_reason(links: &[api::Link]) -> Option<String> {
     }
     let reason = |link: &api::Link| Some(format!("link {}: {}", link.name, link.path_reason.as_ref()?));
     links.iter().find_map(reason)
+}
+
+fn direct_guests(link: &Link) -> Vec<api::DirectGuest> {
+    let guest = |(at, used): (DirectPort, bool)| {
+        let DirectPort { network, mac, port } = at;
+        api::DirectGuest { network, mac, port, used }
+    };
+    link.direct_guests().into_iter().map(guest).collect()
 }
 
 /// Seconds from now to the Unix time `end`; 0 if `end` has passed.

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use super::api::{self, Counters};
 use super::config::ConfigError;
 use super::desired::*;
+use super::direct::{Around, DirectPorts};
 use super::events::{Asker, Sink, Witness};
 use super::indices::Indices;
 use super::observers::Captures;
@@ -19,6 +20,7 @@ use super::open_close::{LiveInterface, LiveLink, close_all};
 use super::overlay::Computed;
 use super::plan;
 use super::table::Problem;
+use parking_lot::Mutex;
 use vnet::dispatch::core::{Core, CoreError, CoreOptions};
 use vnet::dispatch::observers::Observers;
 use vnet::dispatch::setup::{Feeder, InterfacePort, LinkPort, Parts};
@@ -162,6 +164,8 @@ pub struct Engine {
     /// Sum of the counters of removed ports, so that the frame balance holds.
     pub(super) retired: Counters,
     pub(super) captures: Captures,
+    /// Direct ports. Locked: setups make them, from the engine as it is.
+    pub(super) direct: Mutex<DirectPorts>,
     pub(super) inbox: Arc<Inbox>,
     /// Keeper of sealed links; present if this host has an identity.
     pub(super) keeper: Option<Keeper>,
@@ -224,6 +228,7 @@ impl Engine {
             route_indices: HashMap::new(),
             retired: Counters::from(&PortStats::default()),
             captures: Captures::default(),
+            direct: Mutex::default(),
             inbox: Arc::new(Inbox::new().map_err(CoreError::from)?),
             keeper,
             next_route: 1,
@@ -261,6 +266,7 @@ impl Engine {
     /// Stops everything: guests see link down, sockets and devices are removed.
     pub fn stop(self) {
         self.core.bridge_stats().last_stranger.silence();
+        self.direct.lock().withdraw(self.around());
         self.core.publish(Parts::default());
         self.links.values().for_each(|live| live.link.stop());
         close_all(self.interfaces.into_values().collect());
@@ -349,8 +355,10 @@ impl Engine {
             }
             Some((live.port, direct.clone() as Arc<dyn Feeder>))
         };
+        let mut feeders: Vec<_> = desired.interfaces.iter().filter_map(direct).collect();
+        feeders.extend(self.direct.lock().follow(self.around(), desired));
         Parts {
-            feeders: desired.interfaces.iter().filter_map(direct).collect(),
+            feeders,
             networks: plan::networks(desired).into_iter().map(|item| network(&item.spec)).collect(),
             interfaces: desired.interfaces.iter().filter_map(interface).collect(),
             links: desired.links.iter().filter_map(link).collect(),
@@ -358,6 +366,10 @@ impl Engine {
             observers: self.observers(),
             published: self.published(),
         }
+    }
+
+    fn around(&self) -> Around<'_> {
+        Around { core: &self.core, interfaces: &self.interfaces, links: &self.links }
     }
 
     /// The interface or link at each port.

@@ -17,6 +17,7 @@ pub mod config;
 pub mod console;
 pub mod credentials;
 pub mod desired;
+mod direct;
 mod edits;
 pub mod engine;
 pub mod events;

@@ -34,7 +34,7 @@ fn interface(n: usize) -> impl Strategy<Value = Item<InterfaceSpec>> {
             }
         };
         let (name, mac, addresses, mtu) = (format!("i{n}"), None, vec![], 1500);
-        let port_security = false;
+        let (port_security, direct) = (false, false);
         item(InterfaceSpec {
             name,
             attachment,
@@ -45,6 +45,7 @@ fn interface(n: usize) -> impl Strategy<Value = Item<InterfaceSpec>> {
             queues,
             storm_limit,
             port_security,
+            direct,
             address_security: false,
             kernel_path: Default::default(),
             pair: Default::default(),

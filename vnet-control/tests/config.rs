@@ -151,6 +151,26 @@ fn receive_in_place_settings_are_read() {
 }
 
 #[test]
+fn direct_ports_need_an_address_and_exclude_a_configured_one() {
+    let text = |more: &str| {
+        format!(
+            "[host]\nname = \"h1\"\n[[interface]]\nname = \"vm1\"\nkind = \"vhost-user\"\nsocket = \"/run/vm1\"\n{more}"
+        )
+    };
+    let mac = "mac = \"52:54:00:00:00:01\"\n";
+    assert!(good(&text(&format!("direct = true\n{mac}"))).desired.interfaces[0].spec.direct);
+    assert!(!good(&text(mac)).desired.interfaces[0].spec.direct);
+    let configured = format!("{mac}direct = true\ndirect_port = 9101\ndirect_link = \"h2\"\n");
+    for (bad, says) in [
+        ("direct = true\n", "give it a 'mac'"),
+        (&*configured, "remove direct_port and direct_link, or direct"),
+    ] {
+        let problems = errors(&text(bad));
+        assert!(problems.iter().any(|line| line.contains(says)), "{bad}: {problems:?}");
+    }
+}
+
+#[test]
 fn who_may_be_the_front_end_is_read() {
     let text = |more: &str| {
         format!(

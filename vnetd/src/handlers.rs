@@ -252,8 +252,8 @@ async fn remove_interface(
 /// Changes settings of an interface while it stays open
 ///
 /// The body has some of `mode`, `rate_low`, `rate_high`, `window_us`, `interrupts`, `receive_density_low`,
-/// `receive_density_high`, `early_bytes`, `storm_limit`, `port_security`, `address_security`, `weight`, `rate_limit`, `frame_limit`,
-/// `learning_limit`.
+/// `receive_density_high`, `early_bytes`, `storm_limit`, `port_security`, `address_security`, `direct`, `weight`, `rate_limit`,
+/// `frame_limit`, `learning_limit`.
 #[utoipa::path(patch, path = "/v1/interfaces/{name}", params(("name" = String, Path)),
     request_body = schema::ChangedInterface,
     responses((status = 200, body = api::Interface), (status = "4XX", body = api::Refusal)))]

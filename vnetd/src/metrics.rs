@@ -78,7 +78,7 @@ impl Reading {
 /// A port's counter: name, unit, help, value.
 type PortCounter = (&'static str, Option<Unit>, &'static str, fn(&Counters) -> u64);
 
-const PORT_COUNTERS: [PortCounter; 18] = [
+const PORT_COUNTERS: [PortCounter; 19] = [
     ("port_in_frames", None, "Frames received from this port, dropped ones included", |c| c.in_frames),
     ("port_in", Some(Unit::Bytes), "Bytes of frames received from this port", |c| c.in_bytes),
     ("port_out_frames", None, "Frames delivered to this port", |c| c.out_frames),
@@ -127,6 +127,9 @@ const PORT_COUNTERS: [PortCounter; 18] = [
         "Messages received into a guest's buffers that had to be copied out again",
         |c| c.direct_copied_out,
     ),
+    ("port_direct_refused", None, "Direct ports that the other host announced and this host refused", |c| {
+        c.direct_refused
+    }),
     ("port_in_datagrams", None, "Datagrams received for this link", |c| c.in_datagrams),
     ("port_out_datagrams", None, "Datagrams sent on this link", |c| c.out_datagrams),
 ];

@@ -2,8 +2,10 @@
 //!
 //! Requests use the keys of the configuration file. Clients ignore unknown fields, so new fields can be added.
 
+mod direct;
 mod stats;
 
+pub use direct::*;
 pub use stats::*;
 
 use std::fmt;
@@ -242,6 +244,12 @@ pub struct Interface {
     /// Why vnetd forwards all frames from the guest; for `kernel`: all that go to other hosts.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub path_reason: Option<String>,
+    /// Direct ports, if the interface has `direct`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub direct_ports: Vec<DirectPort>,
+    /// Why frames of one or more links do not take a direct port.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub direct_reason: Option<String>,
     /// Polling mode and guest notifications.
     #[serde(flatten)]
     pub driving: Driving,
@@ -307,6 +315,9 @@ pub struct Link {
     /// Why vnetd forwards all frames of the link; absent if no interface has the path `kernel`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub path_reason: Option<String>,
+    /// The other host's guests with direct ports.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub direct_guests: Vec<DirectGuest>,
     /// Traffic and losses.
     #[serde(default)]
     pub traffic: Traffic,

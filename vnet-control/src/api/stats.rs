@@ -146,6 +146,9 @@ pub struct Counters {
     /// Messages received in place whose layout was guessed wrong, so they were copied out.
     #[serde(default)]
     pub direct_copied_out: u64,
+    /// Direct ports that the other host announced and this host refused.
+    #[serde(default)]
+    pub direct_refused: u64,
     /// Datagrams received.
     pub in_datagrams: u64,
     /// Datagrams sent.
@@ -173,6 +176,7 @@ impl From<&PortStats> for Counters {
             zero_copy_fallen_back: stats.zero_copy.fallen_back.get(),
             direct_in_place: stats.direct_in_place.get(),
             direct_copied_out: stats.direct_copied_out.get(),
+            direct_refused: stats.direct_refused.get(),
             in_datagrams: stats.in_datagrams.get(),
             out_datagrams: stats.out_datagrams.get(),
             drops: DropReason::ALL.iter().map(|r| (r.name().into(), stats.drops(*r))).collect(),
@@ -208,6 +212,7 @@ impl Counters {
         self.zero_copy_fallen_back += other.zero_copy_fallen_back;
         self.direct_in_place += other.direct_in_place;
         self.direct_copied_out += other.direct_copied_out;
+        self.direct_refused += other.direct_refused;
         self.in_datagrams += other.in_datagrams;
         self.out_datagrams += other.out_datagrams;
         for (reasons, others) in [(&mut self.drops, &other.drops), (&mut self.discards, &other.discards)] {

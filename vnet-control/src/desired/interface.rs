@@ -40,6 +40,8 @@ pub struct InterfaceSpec {
     pub port_security: bool,
     /// Address security: drop frames from the guest whose source IP address is not one of `addresses`.
     pub address_security: bool,
+    /// Negotiate direct ports: UDP ports of the interface alone, one for each link, for receive in place.
+    pub direct: bool,
     /// Whether the kernel forwards known flows of a veth.
     pub kernel_path: KernelPath,
     /// Which pair of devices connects a container on the kernel's path.
@@ -66,6 +68,7 @@ impl Default for InterfaceSpec {
             storm_limit: STORM_FRAMES_PER_S,
             port_security: false,
             address_security: false,
+            direct: false,
             kernel_path: KernelPath::default(),
             pair: Pair::default(),
             driving: Driving::default(),

@@ -354,6 +354,17 @@ pub static INTERFACE: Declaration<InterfaceSpec> = Declaration {
         .idle_for("tap", AT_ONCE)
         .not_for(&["veth", "local"])
         .phrase("early from {} bytes"),
+        field!(
+            "direct",
+            flag(),
+            |interface: InterfaceSpec| interface.direct,
+            "links negotiate UDP ports for this interface alone, at which its large frames are received directly into the guest's buffers"
+        )
+        .only_for(&["vhost-user"])
+        .live()
+        .note("see [below](#ports-of-guests-own)")
+        .requires(&["mac"])
+        .phrase("direct ports"),
         Field {
             read: |reader, key, interface: &mut InterfaceSpec| {
                 let port = (PORT.read)(reader, key);
@@ -481,6 +492,17 @@ pub(super) fn judge(reader: &mut Reader<'_>, interface: &InterfaceSpec) {
     if reader.given("addresses") && interface.mac.is_none() && !reader.given("mac") {
         let text = "addresses are published with the interface's address; give it a 'mac'";
         reader.problem(&reader.place_of("addresses"), text);
+    }
+    if reader.given("direct") && interface.direct {
+        if interface.mac.is_none() && !reader.given("mac") {
+            let text = "direct ports receive frames for the interface's address; give it a 'mac'";
+            reader.problem(&reader.place_of("direct"), text);
+        }
+        if own_port_of(interface).is_some() {
+            let text =
+                "direct negotiates the interface's ports; remove direct_port and direct_link, or direct";
+            reader.problem(&reader.place_of("direct"), text);
+        }
     }
     if reader.given("port_security") && interface.port_security && interface.mac.is_none() {
         let text = "port_security compares sources with the interface's address; give it a 'mac'";

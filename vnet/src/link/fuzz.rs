@@ -6,8 +6,9 @@ use std::time::Duration;
 
 use rustls::pki_types::CertificateDer;
 
-use super::{Link, LinkKind, LinkOptions, Security};
-use crate::frame::PortId;
+use super::{DIRECT_MAX, DirectOffer, DirectPort, Link, LinkKind, LinkOptions, Security};
+use crate::frame::{NetworkId, PortId};
+use crate::link::native::direct_ports::DirectPorts;
 use crate::link::rendezvous::client::{KEY_LEN, Registration, RendezvousMessage};
 use crate::link::sealed::handshake::{self, HandshakeMessage};
 use crate::link::sealed::identity::tls::Patient;
@@ -98,6 +99,42 @@ pub fn handshake(data: &[u8]) {
     if let Ok(info) = CertificateInfo::read(data) {
         assert_eq!(info.fingerprint.len(), 64);
         assert!(is_for(&[data.into()], "h1") || !info.names.iter().any(|name| name == "h1"));
+    }
+}
+
+/// Feeds a peer's probes to the state of direct ports. Input: records of a byte, the probe's length in words of four bytes, and the probe;
+/// a length of 0xff lets a second pass.
+///
+/// Invariants: no panic; frames take only ports that the peer announced with this host's key, at most [`DIRECT_MAX`], at its own
+/// address; what this host announces, its peer takes whole.
+pub fn direct_ports(data: &[u8]) {
+    let remote = "127.0.0.1:9".parse().expect("an address");
+    let (ports, peer) = (DirectPorts::new(remote, &[]), DirectPorts::new(remote, &[]));
+    let guest = DirectPort { network: NetworkId::DEFAULT, mac: crate::wire::ethernet::Mac([2; 6]), port: 7 };
+    ports.offer(vec![DirectOffer { port: guest, is_up: Arc::new(|| true) }]);
+    let (mut rest, mut now_ms) = (data, 0);
+    while let Some((len, tail)) = rest.split_first() {
+        if *len == 0xff {
+            now_ms += 1000;
+            rest = tail;
+            continue;
+        }
+        let (probe, tail) = tail.split_at((4 * usize::from(*len)).min(tail.len()));
+        rest = tail;
+        let is_announcement = ports.announced(probe, |_| true, now_ms).is_some();
+        assert_eq!(is_announcement, probe.starts_with(b"vnet-dir"));
+        assert!(is_announcement || ports.tried(probe, 7, now_ms) == probe.starts_with(b"vnet-try"));
+        let followed = ports.followed();
+        assert!(followed.len() <= DIRECT_MAX);
+        assert!(followed.iter().all(|(port, _)| port.port != 0 && port.mac.is_unicast()));
+        let key = &ports.trial()[8..];
+        let echoes = probe.windows(key.len()).any(|bytes| bytes == key);
+        assert!(!is_announcement || echoes || followed.iter().all(|(_, is_used)| !is_used));
+        assert!(ports.trials(now_ms).iter().all(|address| address.ip() == remote.ip()));
+        if let Some(announcement) = ports.announcement(1400, now_ms) {
+            assert_eq!(peer.announced(&announcement, |_| true, now_ms), Some(0));
+            assert_eq!(peer.followed().first().map(|(port, _)| *port), Some(guest));
+        }
     }
 }
 

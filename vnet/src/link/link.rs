@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use super::common::Common;
 use super::inquiry::{Inbox, MAGIC, TEXT_MAX};
+use super::native::direct_ports::{DirectOffer, DirectPort, DirectState};
 use super::native::link_part::Native;
 use super::native::send_probes::{Courier, unfit};
 use super::options::{LinkKind, LinkOptions, Security, SourceMatch};
@@ -83,7 +84,7 @@ impl Link {
         let kind = match &options.kind {
             LinkKind::Native { guests } => {
                 let place = RemoteAddress::new(remote, options.ports, peer.is_some());
-                let mut native = Native::new(place, &common).with_guests(remote, guests);
+                let mut native = Native::new((place, remote), guests, &common);
                 native.seal = peer.map(|peer| Box::new(Seal::new(peer)));
                 native.via = via.map(PathChoice::new);
                 Kind::Native(Box::new(native))
@@ -266,6 +267,34 @@ impl Link {
         self.native()?.wire.change(self.heard_ms(), now_ms)
     }
 
+    /// Whether the link negotiates direct ports.
+    ///
+    /// # Errors
+    /// The reason why it does not.
+    pub fn has_direct_ports(&self) -> Result<(), &'static str> {
+        match &self.kind {
+            Kind::Native(native) if native.seal.is_some() => Err("sealed links receive into vnetd"),
+            Kind::Native(_) => Ok(()),
+            _ => Err("only links of encapsulation native have direct ports"),
+        }
+    }
+
+    /// Announces these ports of guests to the other host from now on, at most [`DIRECT_MAX`](super::DIRECT_MAX), instead of those
+    /// before. Returns true if they differ.
+    pub fn offer_direct(&self, offers: Vec<DirectOffer>) -> bool {
+        self.native().is_some_and(|native| native.direct.offer(offers))
+    }
+
+    /// The ports that this host announces, and whether the other host uses them.
+    pub fn direct_offers(&self, now_ms: u64) -> Vec<(DirectPort, DirectState)> {
+        self.native().map_or(vec![], |native| native.direct.offered(now_ms))
+    }
+
+    /// The ports that the other host announces, and whether frames take them.
+    pub fn direct_guests(&self) -> Vec<(DirectPort, bool)> {
+        self.native().map_or(vec![], |native| native.direct.followed())
+    }
+
     /// Queues inquiries that arrive on this link in `inbox`. Only the first call has an effect.
     pub fn answer_by(&self, inbox: Arc<Inbox>) {
         if let Some(native) = self.native() {
@@ -334,6 +363,14 @@ impl Courier {
             self.wire_announcement((&link.common, native), outlive, now_ms);
         }
     }
+
+    /// Announces and tries direct ports of `link` as far as it is time; control calls it after [`Link::offer_direct`], so that the
+    /// other host learns at once which ports are gone.
+    pub fn negotiate_direct(&self, link: &Link, now_ms: u64) {
+        if let Some(native) = link.native() {
+            self.direct((&link.common, native), now_ms);
+        }
+    }
 }
 
 impl Monitored for Link {
@@ -386,6 +423,10 @@ impl Monitored for Link {
 
     fn heard_ms(&self) -> Option<u64> {
         self.common.heard_ms()
+    }
+
+    fn negotiate(&self, by: &Arc<Socket>, now_ms: u64) {
+        Courier::new(by.clone()).negotiate_direct(self, now_ms);
     }
 
     fn send_probe(&self, by: &Arc<Socket>, id: &[u8; 8], size: Option<u16>) {

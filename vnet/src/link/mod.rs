@@ -55,6 +55,7 @@ pub use common::Common;
 use common::first_number;
 pub use limits::{DIRECT_MAX, HOPS_UNKNOWN, PATH_MTU_MIN, UDP_PAYLOAD_MAX};
 pub use link::{Link, Tunnel};
+pub use native::direct_ports::{DirectOffer, DirectPort, DirectState};
 pub use native::reassembly::ReassemblyBudget;
 pub use native::send_probes::Courier;
 pub use native::zero_copy::ZeroCopy;

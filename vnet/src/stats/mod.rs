@@ -254,6 +254,8 @@ pub struct PortStats {
     pub direct_in_place: Counter,
     /// Messages received in place on a wrong guess of their layout, and then copied out.
     pub direct_copied_out: Counter,
+    /// Direct ports that the other host announced and this host refused.
+    pub direct_refused: Counter,
     /// Datagrams received for this link.
     pub in_datagrams: Counter,
     /// Datagrams sent on this link.

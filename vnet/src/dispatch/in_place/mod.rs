@@ -1,6 +1,6 @@
 //! Cut-through forwarding, receive side (VNET/P+ section IV.B): frames are received directly into the buffers of the destination
 //! guest. Where the paper assigns a device to a guest, vnet lets the kernel demultiplex: an interface may have its own underlay
-//! UDP port ([`port`]).
+//! UDP ports ([`port`]), each for one link: configured ones, or those that the link negotiates (`link/native/direct_ports.rs`).
 //!
 //! ```text
 //!   peek: source, length, segment, first bytes      nothing is taken from the socket, nothing is in the guest's memory
@@ -18,6 +18,9 @@
 //! other sender can write there: the socket is connected to the peer's address, so the kernel drops other sources, and each
 //! message's source is checked before it is received. An attacker who can forge the peer's address can forge any datagram of a
 //! clear-text link.
+//!
+//! A configured port is for a MAC address, which may occur in several networks, so it needs a link with one network: otherwise
+//! a wrong guess could write bytes of one network to a guest of another. A negotiated port is for a MAC address in one network.
 //!
 //! A guest may write to its memory at any time. Routing decisions use the peek's private copy and the headers, which never lie in
 //! guest memory. Data that is copied out may have been changed by the guest it was sent to, except for the head that was checked.

@@ -8,7 +8,10 @@ use super::UnderlayPort;
 use super::candidate::LEN_MIN;
 use super::landing::{Landed, Landing};
 use crate::frame::{BATCH_MAX, Batch, DropSink, HEAD_MAX, NetworkId, PortId, Room, Selection};
-use crate::link::{Bridge, Link, LinkKind, LinkOptions, Peers, ReassemblyBudget, Receiver};
+use crate::link::{
+    Bridge, DirectOffer, DirectPort, DirectState, Link, LinkKind, LinkOptions, Peers, ReassemblyBudget,
+    Receiver,
+};
 use crate::source::{BatchSlot, receive};
 use crate::wire::native::{Header, Kind};
 use crate::wire::offload::{F_NEEDS_CSUM, GSO_TCPV4, Offload};
@@ -205,6 +208,74 @@ fn a_copied_frame_keeps_its_checked_head() {
         });
     }
     assert_eq!(heads, [(7000, sent[..HEAD_MAX].to_vec())]);
+}
+
+/// Receives and processes datagrams until `done`.
+fn receive_until(receiver: &mut Receiver, mut done: impl FnMut() -> bool) {
+    let end = Instant::now() + Duration::from_secs(60);
+    while !done() {
+        assert!(Instant::now() < end, "it did not come");
+        drain_burst(receiver, &mut |_| ());
+    }
+}
+
+/// Two links negotiate a port over their own datagrams: frames of its guest arrive there, all others at the link's port.
+#[test]
+fn frames_take_a_negotiated_port() {
+    let mut pair = Pair::new(9000);
+    let (mut host, back) = (bridge(), pair.link.clone());
+    let out = link(host.local_addr());
+    out.assume_path_mtu(9000);
+    host.peers.store(pair.peers.clone());
+    pair.sender.peers.store(Arc::new(Peers::build(std::slice::from_ref(&out))));
+    let guest = crate::wire::ethernet::Mac([2, 0, 0, 0, 0, 1]);
+    let at = DirectPort { network: NetworkId::DEFAULT, mac: guest, port: pair.direct.local_addr().port() };
+    assert!(back.offer_direct(vec![DirectOffer { port: at, is_up: Arc::new(|| true) }]));
+    // Announcement, trial, announcement with its echo.
+    host.courier().negotiate_direct(&back, 0);
+    receive_until(&mut pair.sender.rx[0], || !out.direct_guests().is_empty());
+    assert_eq!((out.direct_guests(), back.direct_offers(0)[0].1), (vec![(at, false)], DirectState::Untried));
+    pair.sender.courier().negotiate_direct(&out, 0);
+    receive_until(&mut pair.receiver, || back.direct_offers(0)[0].1 == DirectState::Tried);
+    host.courier().negotiate_direct(&back, 0);
+    receive_until(&mut pair.sender.rx[0], || out.direct_guests() == [(at, true)]);
+
+    pair.out = out.clone();
+    let sent = frame(20_000, 20_000, 1);
+    let mut other = frame(6000, 6000, 2);
+    other[5] = 9;
+    pair.send(&[(sent.clone(), super_frame()), (other, Offload::default())]);
+    assert_eq!(pair.receive(1, 4096), [(sent.clone(), super_frame(), true)]);
+    let mut lens = vec![];
+    let end = Instant::now() + Duration::from_secs(60);
+    while lens.is_empty() && Instant::now() < end {
+        drain_burst(&mut host.rx[0], &mut |batch| {
+            lens.extend(batch.frames().iter().map(|frame| frame.len()))
+        });
+    }
+    assert_eq!((lens, pair.direct.peek().is_none()), (vec![6000], true), "another guest's frame");
+
+    // Withdrawn: the link's port again.
+    assert!(back.offer_direct(vec![]));
+    host.courier().negotiate_direct(&back, 1);
+    receive_until(&mut pair.sender.rx[0], || out.direct_guests().is_empty());
+    pair.send(&[(sent, super_frame())]);
+    let mut lens = vec![];
+    while lens.is_empty() && Instant::now() < end {
+        drain_burst(&mut host.rx[0], &mut |batch| {
+            lens.extend(batch.frames().iter().map(|frame| frame.len()))
+        });
+    }
+    assert_eq!((lens, pair.direct.peek().is_none()), (vec![20_000], true));
+}
+
+#[test]
+fn sealed_links_have_no_direct_ports() {
+    let options = link("127.0.0.1:9".parse().unwrap()).options().clone();
+    let security = crate::link::Security { peer: Some("peer".into()), ..Default::default() };
+    let sealed = Link::with_security(options, security, PortId(7), Arc::default());
+    assert_eq!(sealed.has_direct_ports(), Err("sealed links receive into vnetd"));
+    assert_eq!(link("127.0.0.1:9".parse().unwrap()).has_direct_ports(), Ok(()));
 }
 
 /// Several frames in one message, each of which could be the first fragment of a longer frame.

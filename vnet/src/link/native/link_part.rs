@@ -3,6 +3,7 @@
 use std::net::SocketAddr;
 use std::sync::{Arc, OnceLock};
 
+use super::direct_ports::{DirectPort, DirectPorts};
 use super::reassembly::ReassemblyBudget;
 use super::wire_state::WireState;
 use super::zero_copy_backoff::Trial;
@@ -13,7 +14,7 @@ use crate::link::path::state::udp_payload;
 use crate::link::rendezvous::hole_punching::PathChoice;
 use crate::link::sealed::roaming::RemoteAddress;
 use crate::link::sealed::session::Seal;
-use crate::link::socket::name::{Name, Target};
+use crate::link::socket::name::Name;
 use crate::link::socket::udp::{Oversize, Socket};
 use crate::wire::ethernet::Mac;
 use crate::wire::native::{HEADER_LEN, TAG_LEN};
@@ -26,8 +27,8 @@ const BUDGET: usize = 4 << 20;
 pub(in crate::link) struct Native {
     /// Address of the other host.
     pub(in crate::link) place: RemoteAddress,
-    /// Guests of the other host that have their own receive ports.
-    pub(super) guests: Vec<Guest>,
+    /// Ports of single guests, of both hosts.
+    pub(in crate::link) direct: DirectPorts,
     /// Keys of a sealed link; `None` in clear text.
     pub(in crate::link) seal: Option<Box<Seal>>,
     /// The choice between the relayed and the direct path, for a link with a rendezvous relay.
@@ -42,19 +43,17 @@ pub(in crate::link) struct Native {
     pub(super) zero_copy: Arc<Trial>,
 }
 
-/// A guest of the other host with its own receive port.
-#[derive(Debug)]
-pub(super) struct Guest {
-    pub(super) mac: Mac,
-    pub(super) port: Target,
-}
-
 impl Native {
-    /// A native part for the address in `place`, in clear text.
-    pub(in crate::link) fn new(place: RemoteAddress, link: &Common) -> Native {
+    /// A native part for the address in `place`, configured as `remote`, in clear text. `guests`: those of the other host with
+    /// configured ports of their own.
+    pub(in crate::link) fn new(
+        (place, remote): (RemoteAddress, SocketAddr),
+        guests: &[(Mac, u16)],
+        link: &Common,
+    ) -> Native {
         Native {
             place,
-            guests: vec![],
+            direct: DirectPorts::new(remote, guests),
             seal: None,
             via: None,
             budget: Arc::new(ReassemblyBudget::new(BUDGET)),
@@ -65,14 +64,18 @@ impl Native {
         }
     }
 
-    /// Adds guests of the other host, at `remote`, with their own receive ports.
-    pub(in crate::link) fn with_guests(self, remote: SocketAddr, guests: &[(Mac, u16)]) -> Native {
-        let guests = guests.iter().map(|&(mac, port)| {
-            let mut address = remote;
-            address.set_port(port);
-            Guest { mac, port: Target::new(address) }
-        });
-        Native { guests: guests.collect(), ..self }
+    /// Takes an announcement of direct ports, or a trial that arrived at `port` of this host; false if `probe` is neither. A sealed
+    /// link takes no announcement: its frames are decrypted in vnetd's memory in any case.
+    #[cold]
+    pub(super) fn takes_direct(&self, link: &Common, (probe, port): (&[u8], u16), now_ms: u64) -> bool {
+        let may = |guest: &DirectPort| {
+            self.seal.is_none() && link.carries(guest.network) && link.allows_source(guest.mac)
+        };
+        let Some(refused) = self.direct.announced(probe, may, now_ms) else {
+            return self.direct.tried(probe, port, now_ms);
+        };
+        link.stats.direct_refused.add(refused);
+        true
     }
 
     /// Address of the other host's port number `port`, in the form for `socket`; `None` if the socket cannot reach it or the

@@ -2,8 +2,9 @@
 //!
 //! [`send`] bundles or fragments, [`receive`] splits and dispatches by type, [`reassembly`] joins fragments, [`duplicates`]
 //! suppresses duplicates, and [`zero_copy`] lets the kernel send from guest pages. [`wire_state`] knows whether frames may take the
-//! kernel's own path instead.
+//! kernel's own path instead, [`direct_ports`] negotiates the ports at which single guests receive.
 
+pub(in crate::link) mod direct_ports;
 pub(in crate::link) mod duplicates;
 pub(in crate::link) mod encode;
 pub(in crate::link) mod link_part;

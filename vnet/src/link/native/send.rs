@@ -10,7 +10,7 @@
 //!
 //! Between hosts with several ports, frames are first spread over *paths* (a local socket and a remote port) by the hash of their
 //! flow: flows stay in order, and so do a frame's datagrams. Frames for a guest of the other host that has its own port go to
-//! that port.
+//! that port (direct_ports.rs).
 //!
 //! The datagrams of a call are passed to the kernel together. When one exceeds the path MTU, the frames not sent yet are encoded
 //! again, once, for a size that nearly every path carries, and the path room asks the kernel for the new MTU. A frame already
@@ -18,6 +18,7 @@
 
 use std::sync::Arc;
 
+use super::direct_ports::Guest;
 use super::encode::{Encoding, Route};
 use super::link_part::Native;
 use super::zero_copy::{CutThrough, Outcome, ZeroCopy};
@@ -32,11 +33,11 @@ use crate::wire::flow;
 
 /// A destination port on the other host.
 #[derive(Clone, Copy)]
-enum Port {
+enum Port<'a> {
     /// One of the bridge's ports, counted from the first.
     Bridge(usize),
-    /// A guest's own port, by the guest's index in the list of guests.
-    Guest(usize),
+    /// A guest's own port.
+    Guest(&'a Guest),
 }
 
 /// Sends frames on native links, for one dispatcher.
@@ -80,19 +81,21 @@ impl NativeSender {
     /// Sends the frames `which` of the batch, split by guest, path and flow.
     pub(in crate::link) fn send(&mut self, native: &Native, out: &mut Sending<'_>, which: &[u16]) {
         out.gather.segmentation = out.link.path.segmentation();
-        if native.guests.is_empty() {
+        let guests = native.direct.guests();
+        if guests.is_empty() {
             return self.spread(native, out, which);
         }
         let mut by_guest = std::mem::take(&mut self.by_guest);
         for &index in which {
-            let dst = out.frame(index).dst;
-            let guest = native.guests.iter().take(DIRECT_MAX).position(|guest| guest.mac == dst);
+            let frame = out.frame(index);
+            let guest = guests.iter().take(DIRECT_MAX).position(|guest| guest.is(frame.network, frame.dst));
             by_guest[guest.map_or(0, |guest| guest + 1)].push(index);
         }
         for (guest, which) in by_guest.iter_mut().enumerate().filter(|(_, which)| !which.is_empty()) {
             match guest.checked_sub(1) {
                 None => self.spread(native, out, which),
-                Some(guest) => self.send_by(native, out, (self.from, Port::Guest(guest)), which),
+                // From the host's first port, which a guest's port accepts alone.
+                Some(guest) => self.send_by(native, out, (0, Port::Guest(&guests[guest])), which),
             }
             which.clear();
         }
@@ -130,13 +133,13 @@ impl NativeSender {
         &mut self,
         native: &Native,
         out: &mut Sending<'_>,
-        (exit, port): (usize, Port),
+        (exit, port): (usize, Port<'_>),
         which: &[u16],
     ) {
         let socket = &*self.sockets[exit];
         let name = match port {
             Port::Bridge(port) => native.name(port, socket),
-            Port::Guest(guest) => socket.form_of(&native.guests[guest].port).copied(),
+            Port::Guest(guest) => socket.form_of(&guest.port).copied(),
         };
         let Some(name) = name else {
             let unknown = native.place.remote().is_none();

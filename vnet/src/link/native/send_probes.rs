@@ -65,6 +65,23 @@ impl Courier {
         }
     }
 
+    /// Announces this host's direct ports and tries those of the other host, as far as it is time. A send error counts as packet
+    /// loss.
+    pub(in crate::link) fn direct(&self, link: Of<'_>, now_ms: u64) {
+        let (common, native) = link;
+        if native.seal.is_some() {
+            return;
+        }
+        if let Some(announcement) = native.direct.announcement(native.payload_of(common.path_mtu()), now_ms) {
+            let _ = self.post(link, Kind::Probe, &announcement);
+        }
+        for address in native.direct.trials(now_ms) {
+            if let Some(name) = self.socket.name_of(address) {
+                let _ = self.post_to(&name, link, Kind::Probe, &native.direct.trial());
+            }
+        }
+    }
+
     /// Sends one datagram outside any network, encrypted on a sealed link. A keepalive on a sealed link carries a tag, see
     /// sealed/roaming.rs.
     fn post(&self, (link, native): Of<'_>, kind: Kind, payload: &[u8]) -> io::Result<()> {

@@ -10,6 +10,8 @@
 //! padding. The peer replies with its first 16 bytes (older peers with all of it), so the reverse path's MTU does not matter.
 //! Replies are sealed on sealed links; on other links, the random id prevents hosts that do not see the probe from forging a reply.
 //!
+//! With the small probes it has links negotiate the direct ports of guests (native/direct_ports.rs).
+//!
 //! For all links the prober also queries the kernel's routes (watch.rs) and measures rates.
 //!
 //! Dispatchers access this state only for replies and never wait: a reply that finds the prober busy counts as lost. The total
@@ -181,6 +183,9 @@ impl Work {
         // Sends after unlocking: a reply may arrive at once and must not find the prober busy.
         for (id, size) in asked.iter().flatten() {
             link.send_probe(&self.socket, id, *size);
+        }
+        if small {
+            link.negotiate(&self.socket, now_ms);
         }
         asked[1].is_some()
     }

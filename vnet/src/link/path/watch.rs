@@ -36,6 +36,8 @@ pub(in crate::link) trait Monitored: Send + Sync {
     fn clear_state(&self) -> Option<LinkState>;
     /// Arrival of the last datagram, in ms on the core's clock.
     fn heard_ms(&self) -> Option<u64>;
+    /// Announces and tries direct ports as far as it is time.
+    fn negotiate(&self, by: &Arc<Socket>, now_ms: u64);
     /// Sends a probe in an IP packet of `size` bytes, or a small one. A send error counts as packet loss.
     fn send_probe(&self, by: &Arc<Socket>, id: &[u8; 8], size: Option<u16>);
 }
