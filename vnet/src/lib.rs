@@ -28,8 +28,12 @@ pub mod kernel;
 pub mod link;
 pub mod listen;
 pub mod log_limit;
+#[cfg(test)]
+mod loomed;
 mod netlink;
 pub mod poll;
+#[cfg(any(test, kani))]
+mod proof;
 pub mod route;
 mod scratch;
 pub mod source;

@@ -99,7 +99,7 @@ impl Crew {
         for (slot, share) in shares.into_iter().enumerate() {
             roster.spawn(slot, share)?;
         }
-        (0..count).for_each(|id| roster.shared.until_runs(id, id % roster.min()));
+        (0..count).for_each(|id| roster.shared.publication.until_runs(id, id % roster.min()));
         if count > 1 {
             let thread = std::thread::Builder::new().name("recruiter".into());
             crew.recruiter = Some(thread.spawn(move || roster.recruit_and_release())?);
@@ -117,7 +117,7 @@ impl Crew {
             recruited: roster.recruited.load(Relaxed),
             released: roster.released.load(Relaxed),
             moves: roster.moves.load(Relaxed),
-            of_dispatchers: roster.shared.slots(),
+            of_dispatchers: roster.shared.publication.slots(),
         }
     }
 
@@ -169,7 +169,7 @@ struct PanicReport(Arc<Shared>);
 impl Drop for PanicReport {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            self.0.panicked();
+            self.0.publication.panicked();
         }
     }
 }
@@ -223,7 +223,7 @@ impl Roster {
         let mut gauge = Gauge::new(&self.shared);
         let mut pause = policy.window();
         while let Some(recruiting) = self.pause(pause) {
-            let slots = self.shared.slots();
+            let slots = self.shared.publication.slots();
             // With no free slot, nobody is recruited.
             let free = (0..slots.len()).find(|slot| !slots.contains(slot)).unwrap_or(0);
             spare.read();
@@ -254,7 +254,7 @@ impl Roster {
         let count = self.posts.len();
         let fixed = |recruiting: &Recruiting| recruiting.threads_min.is_none_or(|min| min >= count);
         let all = self.threads.lock().iter().flatten().count() == count;
-        if self.shared.is_stopping() {
+        if self.shared.publication.is_stopping() {
             return None;
         }
         if all && fixed(&recruiting) {
@@ -262,7 +262,8 @@ impl Roster {
         } else {
             self.changed.wait_for(&mut recruiting, window);
         }
-        (!self.shared.is_stopping() && !self.shared.is_broken()).then_some(*recruiting)
+        (!self.shared.publication.is_stopping() && !self.shared.publication.is_broken())
+            .then_some(*recruiting)
     }
 
     /// Starts a thread in the free `slot`, which takes the dispatchers `moved`.
@@ -276,10 +277,10 @@ impl Roster {
 
     /// Ends the thread in `slot`; the one in `to` takes over its dispatchers.
     fn release(&self, slot: usize, to: usize) {
-        let slots = self.shared.slots();
+        let slots = self.shared.publication.slots();
         let moved: Vec<_> = (0..slots.len()).filter(|id| slots[*id] == slot).collect();
         moved.iter().for_each(|id| self.hand_over(*id, to));
-        if self.shared.is_stopping() || self.shared.is_broken() {
+        if self.shared.publication.is_stopping() || self.shared.publication.is_broken() {
             return;
         }
         self.posts[slot].dismiss();
@@ -290,13 +291,13 @@ impl Roster {
 
     /// Moves dispatcher `id` to the thread in `slot`; returns when that thread runs it.
     fn hand_over(&self, id: usize, slot: usize) {
-        let slots = self.shared.slots();
+        let slots = self.shared.publication.slots();
         // A thread sleeps on a dispatcher's set if it runs one.
         let there = slots.iter().position(|other| *other == slot);
         let bell = there.map_or(&self.posts[slot].poller, |other| self.shared.poller(other)).clone();
         let order = Order { dispatcher: id, to: self.posts[slot].clone(), bell };
         self.posts[slots[id]].order(order, self.shared.poller(id));
-        self.shared.until_runs(id, slot);
+        self.shared.publication.until_runs(id, slot);
         self.moves.fetch_add(1, Relaxed);
     }
 }

@@ -145,7 +145,7 @@ impl Dispatcher {
     #[inline]
     pub(super) fn work(&mut self, now: Instant, yielder: &mut Yielder) -> Turn {
         self.clock.begin(now);
-        if self.shared.generation() != self.generation {
+        if self.shared.publication.generation() != self.generation {
             self.adopt();
         }
         self.tick_if_due(yielder);
@@ -378,7 +378,7 @@ impl Dispatcher {
 
     /// Adopts the latest published setup: drops removed sources and starts new ones.
     fn adopt(&mut self) {
-        let generation = self.shared.generation();
+        let generation = self.shared.publication.generation();
         self.forwarder.settle_all();
         self.setup = self.shared.setup();
         self.setup_view.store(self.setup.clone());
@@ -422,7 +422,7 @@ impl Dispatcher {
         }
         self.next_tick = Instant::now();
         self.generation = generation;
-        self.shared.adopted(self.id, generation);
+        self.shared.publication.adopted(self.id, generation);
     }
 
     /// Creates the source of a feed of the current setup.

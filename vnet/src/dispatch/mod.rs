@@ -16,10 +16,11 @@
 //! to exactly one dispatcher; no other thread reads from it. A thread runs one dispatcher, or several in turn while there is little
 //! to do.
 //!
-//! - [`core`](mod@self::core): all dispatchers together; `shared`: what they share, and how they adopt a new setup without a lock
-//!   on the data path.
+//! - [`core`](mod@self::core): all dispatchers together; `shared`: what they share; `publication`: how they adopt a new setup
+//!   without a lock on the data path.
 //! - `dispatcher`: one dispatcher's sources, sockets and cache, and its turn; `busy_clock`: the time that it takes.
-//! - `worker`: a thread: the loop over its dispatchers, what it does when all are idle, and how it hands one to another thread.
+//! - `worker`: a thread: the loop over its dispatchers, what it does when all are idle, and how it hands one to another thread;
+//!   `mailbox`: how it is told to.
 //! - [`recruit`]: how many threads the load needs; `crew`: starts them, moves dispatchers and ends them; `spare_cpus`: idle CPUs.
 //! - [`setup`](mod@self::setup): the ports, peers and routes that a core forwards between. Immutable once published.
 //! - [`forward`](mod@self::forward): decide and deliver, for one batch.
@@ -40,13 +41,17 @@ mod crew;
 mod dispatcher;
 pub mod dispatcher_stats;
 mod forward;
+#[cfg(test)]
+mod handover_model;
 pub mod in_place;
 pub mod isolation;
 mod kernel_path;
+mod mailbox;
 pub mod mode;
 mod observe;
 pub mod observers;
 mod pending;
+mod publication;
 pub mod recruit;
 mod served;
 #[cfg(test)]
@@ -59,3 +64,12 @@ mod tunnels;
 mod wire_path;
 mod worker;
 pub mod yielding;
+
+/// `mailbox` and `publication` are built from these; their model takes loom's.
+mod sync {
+    pub(super) use std::sync::Arc;
+    pub(super) use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+    pub(super) use arc_swap::ArcSwap;
+    pub(super) use parking_lot::{Condvar, Mutex};
+}

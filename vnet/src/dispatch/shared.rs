@@ -1,19 +1,13 @@
 //! What all dispatchers of a core share: the current setup, the learned addresses, the kernel's own path.
-//!
-//! Publishing swaps one pointer and raises a generation number. A dispatcher compares that number once per turn and adopts the new
-//! setup between two batches. Readers never lock.
 
 use std::io;
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::time::{Duration, Instant};
-
-use arc_swap::ArcSwap;
-use parking_lot::{Condvar, Mutex};
+use std::time::Instant;
 
 use super::dispatcher_stats::DispatcherStats;
 use super::kernel_path::{CorePart, KernelPath};
+use super::publication::Publication;
 use super::setup::{Parts, Setup};
 use crate::interface::veth;
 use crate::kernel::{self, Kernel, Outlive};
@@ -30,11 +24,8 @@ pub(super) struct KernelPart {
 
 /// State that the core shares with its dispatchers.
 pub(super) struct Shared {
-    setup: ArcSwap<Setup>,
-    generation: AtomicU64,
-    stopping: AtomicBool,
-    /// A thread has panicked: its dispatchers will adopt no setup any more.
-    broken: AtomicBool,
+    /// The setup, and who has adopted it.
+    pub(super) publication: Publication<Setup>,
     pollers: Vec<Poller>,
     learned: Arc<Learned>,
     kernel: KernelPart,
@@ -43,107 +34,35 @@ pub(super) struct Shared {
     kernel_path: OnceLock<Result<KernelPath, String>>,
     dispatcher_stats: Vec<Arc<DispatcherStats>>,
     started: Instant,
-    progress: Mutex<Progress>,
-    changed: Condvar,
 }
-
-/// What dispatchers and threads have reported, by dispatcher.
-struct Progress {
-    /// The generation that it has adopted.
-    adopted: Vec<u64>,
-    /// The slot of the thread that runs it.
-    slots: Vec<usize>,
-}
-
-/// A report is awaited for this long before it is checked whether its thread still exists.
-const LOOK: Duration = Duration::from_millis(100);
 
 impl Shared {
     /// The state of `count` dispatchers, with an empty setup.
     pub(super) fn new(count: usize, kernel: KernelPart) -> io::Result<Shared> {
         Ok(Shared {
-            setup: ArcSwap::from_pointee(Setup::new(Parts::default())),
-            generation: AtomicU64::new(0),
-            stopping: AtomicBool::new(false),
-            broken: AtomicBool::new(false),
+            publication: Publication::new(count, Setup::new(Parts::default())),
             pollers: (0..count).map(|_| Poller::new()).collect::<io::Result<_>>()?,
             learned: Arc::new(Learned::new()),
             kernel,
             kernel_path: OnceLock::new(),
             dispatcher_stats: (0..count).map(|_| Arc::default()).collect(),
             started: Instant::now(),
-            progress: Mutex::new(Progress { adopted: vec![0; count], slots: vec![usize::MAX; count] }),
-            changed: Condvar::new(),
         })
-    }
-
-    #[inline]
-    pub(super) fn generation(&self) -> u64 {
-        self.generation.load(Ordering::Acquire)
-    }
-
-    #[inline]
-    pub(super) fn is_stopping(&self) -> bool {
-        self.stopping.load(Ordering::Relaxed)
     }
 
     /// Ends all threads: each stops after its current round.
     pub(super) fn stop(&self) {
-        self.stopping.store(true, Ordering::Relaxed);
+        self.publication.stop();
         self.ring_all();
     }
 
     pub(super) fn setup(&self) -> Arc<Setup> {
-        self.setup.load_full()
+        self.publication.value()
     }
 
     /// Publishes a setup; returns the one before when every dispatcher has adopted the new one.
     pub(super) fn publish(&self, setup: Arc<Setup>) -> Arc<Setup> {
-        let before = self.setup.swap(setup);
-        let generation = self.generation.fetch_add(1, Ordering::AcqRel) + 1;
-        self.ring_all();
-        self.until(|progress| progress.adopted.iter().all(|&adopted| adopted >= generation));
-        before
-    }
-
-    /// Waits until `done`, the core stops or a thread has panicked.
-    fn until(&self, done: impl Fn(&Progress) -> bool) {
-        let mut progress = self.progress.lock();
-        while !done(&progress) && !self.broken.load(Ordering::Relaxed) && !self.is_stopping() {
-            self.changed.wait_for(&mut progress, LOOK);
-        }
-    }
-
-    /// Reports that dispatcher `id` has adopted the setup of this generation.
-    pub(super) fn adopted(&self, id: usize, generation: u64) {
-        self.progress.lock().adopted[id] = generation;
-        self.changed.notify_all();
-    }
-
-    /// Reports that the thread in `slot` runs dispatcher `id`.
-    pub(super) fn runs(&self, id: usize, slot: usize) {
-        self.progress.lock().slots[id] = slot;
-        self.changed.notify_all();
-    }
-
-    /// The slots of the threads that run the dispatchers, by dispatcher.
-    pub(super) fn slots(&self) -> Vec<usize> {
-        self.progress.lock().slots.clone()
-    }
-
-    /// Waits until the thread in `slot` runs dispatcher `id`.
-    pub(super) fn until_runs(&self, id: usize, slot: usize) {
-        self.until(|progress| progress.slots[id] == slot);
-    }
-
-    /// Reports that a thread has panicked.
-    pub(super) fn panicked(&self) {
-        self.broken.store(true, Ordering::Relaxed);
-        self.changed.notify_all();
-    }
-
-    pub(super) fn is_broken(&self) -> bool {
-        self.broken.load(Ordering::Relaxed)
+        self.publication.publish(setup, || self.ring_all())
     }
 
     pub(super) fn learned(&self) -> &Arc<Learned> {

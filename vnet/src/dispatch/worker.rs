@@ -16,12 +16,10 @@
 //! **Sleeping.** With one dispatcher, a thread sleeps on the dispatcher's own epoll set; with several, on a set that holds theirs.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
-
 use super::dispatcher::{Dispatcher, Turn};
+use super::mailbox::Mailbox;
 use super::shared::Shared;
 use super::yielding::{Idle, Yielder};
 use crate::poll::Poller;
@@ -37,9 +35,7 @@ const UNNESTED_SLEEP: Duration = Duration::from_millis(1);
 pub(super) struct Post {
     /// Wakes a thread that runs no dispatcher; holds the epoll sets of several.
     pub(super) poller: Poller,
-    /// True when there is mail. The thread checks it once a round.
-    waiting: AtomicBool,
-    mail: Mutex<Mail>,
+    mailbox: Mailbox<Mail>,
 }
 
 #[derive(Default)]
@@ -60,15 +56,12 @@ pub(super) struct Order {
 
 impl Post {
     pub(super) fn new() -> std::io::Result<Post> {
-        Ok(Post { poller: Poller::new()?, waiting: AtomicBool::new(false), mail: Mutex::default() })
+        Ok(Post { poller: Poller::new()?, mailbox: Mailbox::new() })
     }
 
     /// Adds to the mail, and wakes the thread by `bell`.
     fn drop_in(&self, bell: &Poller, add: impl FnOnce(&mut Mail)) {
-        let mut mail = self.mail.lock();
-        add(&mut mail);
-        self.waiting.store(true, Ordering::Release);
-        drop(mail);
+        self.mailbox.add(add);
         bell.ring();
     }
 
@@ -82,16 +75,9 @@ impl Post {
         self.drop_in(&self.poller, |mail| mail.dismissed = true);
     }
 
-    /// Takes the mail.
-    fn read(&self) -> Mail {
-        let mut mail = self.mail.lock();
-        self.waiting.store(false, Ordering::Relaxed);
-        std::mem::take(&mut *mail)
-    }
-
     /// Dispatchers that no thread has taken before it ended.
     pub(super) fn unclaimed(&self) -> Vec<Dispatcher> {
-        self.read().arriving
+        self.mailbox.take().arriving
     }
 }
 
@@ -125,8 +111,8 @@ impl Worker {
     /// Runs until the core shuts down, or until it is dismissed and another thread runs its dispatchers.
     pub(super) fn run(mut self) {
         self.nest();
-        while !self.shared.is_stopping() {
-            if self.post.waiting.load(Ordering::Acquire) && self.exchange() {
+        while !self.shared.publication.is_stopping() {
+            if self.post.mailbox.has_mail() && self.exchange() {
                 return;
             }
             if !self.round() {
@@ -206,7 +192,7 @@ impl Worker {
     /// Takes arriving dispatchers and hands over those that have to go. Returns true when the thread shall end.
     #[cold]
     fn exchange(&mut self) -> bool {
-        let Mail { arriving, orders, dismissed } = self.post.read();
+        let Mail { arriving, orders, dismissed } = self.post.mailbox.take();
         self.dispatchers.iter().for_each(|dispatcher| self.post.poller.forget(&dispatcher.poller));
         self.dispatchers.extend(arriving);
         let now = Instant::now();
@@ -230,6 +216,6 @@ impl Worker {
             tracing::warn!(%error, "cannot watch several dispatchers at once: the thread wakes each millisecond");
         }
         self.nested = error.is_none();
-        self.dispatchers.iter().for_each(|dispatcher| self.shared.runs(dispatcher.id, self.slot));
+        self.dispatchers.iter().for_each(|dispatcher| self.shared.publication.runs(dispatcher.id, self.slot));
     }
 }

@@ -13,8 +13,7 @@
 //!
 //! Holds are taken while the batch is processed and dropped by any thread at any time; both sides share only the counts.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use super::sync::{Arc, AtomicU32, Ordering};
 
 /// Hold counts of one queue's chains, by slot.
 #[derive(Debug)]
@@ -78,25 +77,5 @@ impl Drop for Hold {
         // The slot is decremented first: a total of 0 then implies that every slot is 0.
         self.holds.slots[usize::from(self.slot)].fetch_sub(1, Ordering::Release);
         self.holds.total.fetch_sub(1, Ordering::Release);
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_slot_is_held_until_the_last_hold_is_gone() {
-        let holds = Holds::new(4);
-        let first = Hold::new(&holds, 1).unwrap();
-        let second = Hold::new(&holds, 1).unwrap();
-        let other = Hold::new(&holds, 3).unwrap();
-        assert!(Hold::new(&holds, 4).is_none());
-        drop(first);
-        assert!(holds.is_held(1) && holds.is_held(3) && !holds.is_held(0) && !holds.is_held(9));
-        drop(second);
-        assert!(!holds.is_held(1) && holds.any());
-        std::thread::spawn(move || drop(other)).join().unwrap();
-        assert!(!holds.any() && !holds.is_held(3));
     }
 }

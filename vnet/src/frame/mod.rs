@@ -10,9 +10,16 @@
 
 mod drop_sink;
 mod hold;
+#[cfg(test)]
+mod hold_model;
 mod ids;
 mod reader;
 mod room;
+/// Holds are built from these; their model takes loom's.
+mod sync {
+    pub(super) use std::sync::Arc;
+    pub(super) use std::sync::atomic::{AtomicU32, Ordering};
+}
 
 use std::sync::Arc;
 

@@ -49,3 +49,18 @@ fn refused_frames_leave_the_batch_unchanged() {
         assert!(batch.is_empty() && batch.segments.is_empty());
     }
 }
+
+#[test]
+fn a_slot_is_held_until_the_last_hold_is_gone() {
+    let holds = Holds::new(4);
+    let first = Hold::new(&holds, 1).unwrap();
+    let second = Hold::new(&holds, 1).unwrap();
+    let other = Hold::new(&holds, 3).unwrap();
+    assert!(Hold::new(&holds, 4).is_none());
+    drop(first);
+    assert!(holds.is_held(1) && holds.is_held(3) && !holds.is_held(0) && !holds.is_held(9));
+    drop(second);
+    assert!(!holds.is_held(1) && holds.any());
+    std::thread::spawn(move || drop(other)).join().unwrap();
+    assert!(!holds.any() && !holds.is_held(3));
+}

@@ -283,6 +283,10 @@ fn put(bytes: &mut [u8], at: usize, value: u16) {
     bytes[at..at + 2].copy_from_slice(&value.to_be_bytes());
 }
 
+#[cfg(any(test, kani))]
+#[path = "segment_proofs.rs"]
+mod proofs;
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -240,7 +240,7 @@ pub fn is_test(attributes: &[Attribute]) -> bool {
         Meta::Path(path) => path.is_ident("test"),
         Meta::List(list) if list.path.is_ident("cfg") => {
             let text = list.tokens.to_string().replace(' ', "");
-            text == "test" || text.starts_with("all(test,")
+            text == "test" || text == "any(test,kani)" || text.starts_with("all(test,")
         }
         _ => false,
     })

@@ -136,3 +136,7 @@ fn indirect_table(
     let base = translator.translate(descriptor.addr, len).ok_or(ChainError::Address)?;
     Ok(DescriptorTable { base, size: size as u16, indirect: true })
 }
+
+#[cfg(any(test, kani))]
+#[path = "chain_proofs.rs"]
+mod proofs;

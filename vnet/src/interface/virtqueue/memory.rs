@@ -212,6 +212,16 @@ impl Row {
     }
 }
 
+/// Index of the first of `ranges` (start and length, sorted by start, no end overflows) that begins before the one before it ends.
+fn first_overlap(ranges: impl Iterator<Item = (u64, u64)>) -> Option<usize> {
+    let mut end = 0;
+    ranges.enumerate().find_map(|(index, (start, len))| {
+        let overlaps = start < end;
+        end = start + len;
+        overlaps.then_some(index)
+    })
+}
+
 /// The memory of one guest: regions sorted by guest physical address.
 #[derive(Debug, Default)]
 pub struct GuestMemory {
@@ -235,11 +245,10 @@ impl GuestMemory {
         }
         for key in [|s: &RegionSpec| s.user_addr, |s: &RegionSpec| s.guest_addr] {
             regions.sort_by_key(|r| key(&r.spec));
-            for pair in regions.windows(2) {
-                // No overflow: `Region::map` checked both ends.
-                if key(&pair[0].spec) + pair[0].spec.len > key(&pair[1].spec) {
-                    return Err(MemoryError::Overlap(pair[1].spec.guest_addr));
-                }
+            // No overflow: `Region::map` checked both ends.
+            let ranges = regions.iter().map(|r| (key(&r.spec), r.spec.len));
+            if let Some(index) = first_overlap(ranges) {
+                return Err(MemoryError::Overlap(regions[index].spec.guest_addr));
             }
         }
         let rows = regions.iter();
@@ -322,6 +331,10 @@ impl Translator {
         &self.memory
     }
 }
+
+#[cfg(any(test, kani))]
+#[path = "memory_proofs.rs"]
+mod proofs;
 
 #[cfg(test)]
 mod tests {

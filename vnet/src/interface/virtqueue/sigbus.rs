@@ -1,36 +1,36 @@
 //! Survives truncated guest memory: a front end may truncate the file under a mapping, and vnetd's next access raises SIGBUS.
 //!
-//! Mapped regions are registered in a fixed table that the signal handler reads without locks. The handler finds the region
+//! Mapped regions are registered in a fixed [`table`] that the signal handler reads without locks. The handler finds the region
 //! around the faulting address, marks it *poisoned*, and maps zero pages in its place. The interrupted instruction then succeeds;
-//! the queue sees the mark after the burst and disables itself. The mark comes first: another thread may read the zeros at once.
-//! Any other fault is passed to the previously installed handler.
+//! the queue sees the mark after the burst and disables itself. Any other fault is passed to the previously installed handler.
 //!
 //! Implemented here because a signal handler may only use async-signal-safe operations on memory that is set up beforehand.
 
+#[cfg(test)]
+#[path = "sigbus_model.rs"]
+mod model;
+#[path = "sigbus_table.rs"]
+mod table;
+/// The table is built from these; its model takes loom's.
+mod sync {
+    pub(super) use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+}
+
 use std::io;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+
+use sync::{AtomicBool, AtomicU64, AtomicUsize};
+use table::{PAGE, PAGES_BITS, Slot, Table};
 
 /// Maximum number of regions mapped at a time: 1 024 interfaces with 64 memory slots each.
 pub const REGIONS_MAX: usize = 65_536;
 /// Maximum size of a region in bytes: its page count shares a 64-bit word with its address.
 pub const REGION_LEN_MAX: u64 = (1 << PAGES_BITS) * PAGE - PAGE;
 
-const PAGE: u64 = 4096;
-const PAGES_BITS: u32 = 28;
-/// Marks a slot that is taken but not filled in yet; page 0 is never mapped.
-const CLAIMED: u64 = 1;
-
-/// One region: first page number and page count in one word, so that readers never see a partial change.
-struct Slot {
-    range: AtomicU64,
-    poisoned: AtomicBool,
-}
-
 static SLOTS: [Slot; REGIONS_MAX] =
     [const { Slot { range: AtomicU64::new(0), poisoned: AtomicBool::new(false) } }; REGIONS_MAX];
-/// Index of the first slot that has never been used.
-static HIGH_WATER: AtomicUsize = AtomicUsize::new(0);
+static USED: AtomicUsize = AtomicUsize::new(0);
+static TABLE: Table<'static> = Table { slots: &SLOTS, used: &USED };
 static PREVIOUS: OnceLock<Option<libc::sigaction>> = OnceLock::new();
 
 /// A region's slot in the table, freed on drop. Drop it before unmapping the region.
@@ -52,30 +52,22 @@ impl Registration {
             ));
         }
         install()?;
-        for (index, slot) in SLOTS.iter().enumerate() {
-            if slot.range.compare_exchange(0, CLAIMED, Ordering::Acquire, Ordering::Relaxed).is_ok() {
-                slot.poisoned.store(false, Ordering::Relaxed);
-                HIGH_WATER.fetch_max(index + 1, Ordering::Relaxed);
-                slot.range.store(((start / PAGE) << PAGES_BITS) | (len / PAGE), Ordering::Release);
-                return Ok(Registration(index));
-            }
-        }
-        Err(io::Error::new(
-            io::ErrorKind::OutOfMemory,
-            format!("{REGIONS_MAX} memory regions are mapped already"),
-        ))
+        TABLE.enter(start, len).map(Registration).ok_or_else(|| {
+            let text = format!("{REGIONS_MAX} memory regions are mapped already");
+            io::Error::new(io::ErrorKind::OutOfMemory, text)
+        })
     }
 
     /// True once the file under the mapping was truncated: recent reads may have returned zeros.
     #[inline]
     pub fn is_poisoned(&self) -> bool {
-        SLOTS[self.0].poisoned.load(Ordering::Acquire)
+        TABLE.is_poisoned(self.0)
     }
 }
 
 impl Drop for Registration {
     fn drop(&mut self) {
-        SLOTS[self.0].range.store(0, Ordering::Release);
+        TABLE.leave(self.0);
     }
 }
 
@@ -116,40 +108,23 @@ extern "C" fn on_sigbus(signal: libc::c_int, info: *mut libc::siginfo_t, context
 /// Maps zero pages in place of the region around `address`. Returns false if there is no such region or the kernel is out of
 /// memory.
 fn replace_region_at(address: u64) -> bool {
-    let used = HIGH_WATER.load(Ordering::Relaxed).min(REGIONS_MAX);
-    for slot in &SLOTS[..used] {
-        let range = slot.range.load(Ordering::Acquire);
-        let start = (range >> PAGES_BITS) * PAGE;
-        let len = (range & ((1 << PAGES_BITS) - 1)) * PAGE;
-        if start == 0 || address.wrapping_sub(start) >= len {
-            continue;
-        }
-        // SAFETY: the range is a live mapping of guest memory: a region leaves the table before it is unmapped, and is not
-        // unmapped while the faulting thread uses it. Replacing it changes only bytes that the guest could also change. Several
-        // threads may do so concurrently; the last thread's zeros stay. errno is restored.
-        return poison(slot, || unsafe {
-            let errno = libc::__errno_location();
-            let saved = *errno;
-            let page = libc::mmap(
-                start as *mut libc::c_void,
-                len as usize,
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_FIXED | libc::MAP_ANONYMOUS | libc::MAP_PRIVATE | libc::MAP_NORESERVE,
-                -1,
-                0,
-            );
-            *errno = saved;
-            page != libc::MAP_FAILED
-        });
-    }
-    false
-}
-
-/// Marks a region as poisoned, then replaces its pages, so that a thread that reads a replaced page sees the mark afterwards.
-fn poison(slot: &Slot, replace: impl FnOnce() -> bool) -> bool {
-    // Sequentially consistent: the mark is visible before the system call that changes the page tables.
-    slot.poisoned.store(true, Ordering::SeqCst);
-    replace()
+    // SAFETY: the range is a live mapping of guest memory: a region leaves the table before it is unmapped, and is not unmapped
+    // while the faulting thread uses it. Replacing it changes only bytes that the guest could also change. Several threads may
+    // do so concurrently; the last thread's zeros stay. errno is restored.
+    TABLE.replace_around(address, |start, len| unsafe {
+        let errno = libc::__errno_location();
+        let saved = *errno;
+        let page = libc::mmap(
+            start as *mut libc::c_void,
+            len as usize,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_FIXED | libc::MAP_ANONYMOUS | libc::MAP_PRIVATE | libc::MAP_NORESERVE,
+            -1,
+            0,
+        );
+        *errno = saved;
+        page != libc::MAP_FAILED
+    })
 }
 
 /// Passes a foreign fault to the previously installed handler.
@@ -172,19 +147,5 @@ fn call_previous_handler(signal: libc::c_int, info: *mut libc::siginfo_t, contex
         // SAFETY: the kernel returned this address as a handler installed without SA_SIGINFO, which has this signature.
         let handler: extern "C" fn(libc::c_int) = unsafe { std::mem::transmute(handler) };
         handler(signal);
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_mark_is_set_before_the_pages_are_replaced() {
-        let slot = Slot { range: AtomicU64::new(0), poisoned: AtomicBool::new(false) };
-        assert!(
-            poison(&slot, || slot.poisoned.load(Ordering::Acquire)),
-            "zeros could be read without the mark"
-        );
     }
 }

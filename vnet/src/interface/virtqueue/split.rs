@@ -580,3 +580,7 @@ impl Ring {
 pub fn needs_event(event: u16, new: u16, old: u16) -> bool {
     new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
 }
+
+#[cfg(any(test, kani))]
+#[path = "split_proofs.rs"]
+mod proofs;

@@ -131,6 +131,10 @@ impl Window {
     }
 }
 
+#[cfg(any(test, kani))]
+#[path = "duplicates_proofs.rs"]
+mod proofs;
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -22,7 +22,19 @@ pub mod keeper;
 #[cfg(any(test, feature = "test-util"))]
 pub mod pki;
 pub(in crate::link) mod replay;
+#[cfg(test)]
+mod replay_model;
+#[cfg(any(test, kani))]
+mod replay_proofs;
+#[cfg(test)]
+mod replay_tests;
 pub(in crate::link) mod roaming;
 pub(in crate::link) mod session;
 pub mod signature_algorithms;
 pub(in crate::link) mod source_table;
+
+/// The replay window is built from these; its model takes loom's.
+mod sync {
+    pub(super) use std::sync::atomic::AtomicU64;
+    pub(super) use std::sync::atomic::Ordering::Relaxed;
+}

@@ -430,5 +430,8 @@ pub struct SealView {
 }
 
 #[cfg(test)]
+#[path = "session_model.rs"]
+mod model;
+#[cfg(test)]
 #[path = "session_tests.rs"]
 mod tests;

@@ -18,12 +18,12 @@ fn info() -> CertificateInfo {
     }
 }
 
-fn session(role: Role, epoch: u8, seed: u8) -> Session {
+pub(super) fn session(role: Role, epoch: u8, seed: u8) -> Session {
     let exported = std::array::from_fn(|at| seed.wrapping_mul(73).wrapping_add(at as u8));
     Session::new(&exported, role, epoch, first_number(), (vec![], info()))
 }
 
-fn link() -> Arc<Link> {
+pub(super) fn link() -> Arc<Link> {
     let remote = "127.0.0.1:9".parse().unwrap();
     let options = LinkOptions {
         name: "peer".into(),
@@ -38,7 +38,7 @@ fn link() -> Arc<Link> {
 }
 
 /// Seals one datagram like a dispatcher; `None` without a key.
-fn seal(link: &Link) -> Option<Vec<u8>> {
+pub(super) fn seal(link: &Link) -> Option<Vec<u8>> {
     let keyring = link.seal().unwrap().keyring();
     let key = keyring.sealing(link.next_number())?;
     let header = Header {
@@ -59,13 +59,13 @@ fn seal(link: &Link) -> Option<Vec<u8>> {
 }
 
 /// Opens one datagram like a dispatcher.
-fn open(link: &Link, mut datagram: Vec<u8>) -> Result<(), DiscardReason> {
+pub(super) fn open(link: &Link, mut datagram: Vec<u8>) -> Result<(), DiscardReason> {
     let keyring = link.seal().unwrap().keyring();
     let (header, _) = Header::parse(&datagram).unwrap();
     keyring.opening(header.epoch).ok_or(DiscardReason::WrongEpoch)?.open(&mut datagram)
 }
 
-const HOUR: Duration = Duration::from_secs(3600);
+pub(super) const HOUR: Duration = Duration::from_secs(3600);
 
 #[test]
 fn without_keys_nothing_goes() {
