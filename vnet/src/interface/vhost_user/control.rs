@@ -248,43 +248,69 @@ fn serve(
     (stream, peer): (UnixStream, Peer),
     stop: &Stop,
 ) -> Result<()> {
-    let mut ours = stream.try_clone().map_err(Error::SocketError)?;
+    let ours = stream.try_clone().map_err(Error::SocketError)?;
     if !stop.serve(stream.try_clone().map_err(Error::SocketError)?) {
         return Ok(());
     }
-    // Crate `vhost` implements its handler trait for the standard library's mutex only. This thread alone locks it.
-    let session = Arc::new(sync::Mutex::new(Session::new(device.clone(), peer)));
-    let mut handler = BackendReqHandler::from_stream(stream, session.clone());
+    let mut connection = Connection::new(device.clone(), stream, peer)?;
     while wait_for_message(device, endpoint, &ours, stop) {
+        match connection.message() {
+            Ok(true) => {}
+            Ok(false) => return Ok(()),
+            // This side shut the connection down.
+            Err(_) if stop.is_requested() => return Ok(()),
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+/// A connection with a front end.
+pub(super) struct Connection {
+    ours: UnixStream,
+    /// Crate `vhost` implements its handler trait for the standard library's mutex only. One thread alone locks it.
+    session: Arc<sync::Mutex<Session>>,
+    handler: BackendReqHandler<sync::Mutex<Session>>,
+}
+
+impl Connection {
+    pub(super) fn new(device: Arc<Device>, stream: UnixStream, peer: Peer) -> Result<Connection> {
+        let ours = stream.try_clone().map_err(Error::SocketError)?;
+        let session = Arc::new(sync::Mutex::new(Session::new(device, peer)));
+        Ok(Connection { ours, handler: BackendReqHandler::from_stream(stream, session.clone()), session })
+    }
+
+    /// Handles the next message, and waits for the rest of it. Returns false at the end of the connection.
+    ///
+    /// # Errors
+    /// The message is malformed or refused: the connection must end.
+    pub(super) fn message(&mut self) -> Result<bool> {
         let mut message = [0; MESSAGE_LEN];
-        let (_, len) = rustix::net::recv(&ours, &mut message[..], RecvFlags::PEEK)
+        let (_, len) = rustix::net::recv(&self.ours, &mut message[..], RecvFlags::PEEK)
             .map_err(|e| Error::SocketError(e.into()))?;
         let code = u32::from_ne_bytes([message[0], message[1], message[2], message[3]]);
         let request = FrontendReq::try_from(code).ok();
+        let ours = &mut self.ours;
+        let session = || self.session.lock().expect("only this thread locks it");
         let result = match request {
             Some(
                 request @ (FrontendReq::SET_VRING_ENABLE | FrontendReq::SEND_RARP | FrontendReq::NET_SET_MTU),
             ) if len == MESSAGE_LEN => {
                 ours.read_exact(&mut message).map_err(Error::SocketError)?;
-                handle(&mut session.lock().expect("only this thread locks it"), request, &message, &mut ours)
+                handle(&mut session(), request, &message, ours)
             }
-            Some(FrontendReq::SET_LOG_FD) if len >= HEADER_LEN => {
-                handle_log_fd(&mut session.lock().expect("only this thread locks it"), &mut ours)
-            }
-            _ => handler.handle_request(),
+            Some(FrontendReq::SET_LOG_FD) if len >= HEADER_LEN => handle_log_fd(&mut session(), ours),
+            _ => self.handler.handle_request(),
         };
         match result {
-            Ok(()) | Err(Error::SocketRetry(_)) => {}
-            Err(Error::Disconnected) => return Ok(()),
-            // This side shut the connection down.
-            Err(_) if stop.is_requested() => return Ok(()),
+            Ok(()) | Err(Error::SocketRetry(_)) => Ok(true),
+            Err(Error::Disconnected) => Ok(false),
             Err(error) => {
                 let name = request.map_or_else(|| format!("message {code}"), |r| format!("{r:?}"));
-                return Err(refuse(format!("{name}: {}", text(&error))));
+                Err(refuse(format!("{name}: {}", text(&error))))
             }
         }
     }
-    Ok(())
 }
 
 /// An error's message, without the prefix that the crate adds to vnet's errors.

@@ -16,6 +16,8 @@ mod config_space;
 mod control;
 mod event;
 mod features;
+#[cfg(any(test, feature = "test-util"))]
+pub mod fuzz;
 mod options;
 mod private;
 mod queue_pairs;

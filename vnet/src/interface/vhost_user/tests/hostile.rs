@@ -310,3 +310,15 @@ fn backs_off_from_a_front_end_that_disconnects_at_once() {
     drop(listener);
     wait_for("the reason", || host.reason().contains("cannot reach"));
 }
+
+/// Runs the corpus of the fuzzer as a unit test, in a process whose descriptors are its own.
+#[test]
+fn the_corpus_of_front_ends_does_no_harm() {
+    crate::alone("interface::vhost_user::tests::hostile::the_corpus_of_front_ends_does_no_harm", || {
+        let corpus =
+            std::fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/../fuzz/corpus/vhost_user")).unwrap();
+        let inputs: Vec<_> = corpus.map(|entry| std::fs::read(entry.unwrap().path()).unwrap()).collect();
+        assert!(inputs.len() > 10);
+        inputs.iter().for_each(|input| fuzz::messages(input));
+    });
+}
