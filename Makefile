@@ -3,6 +3,7 @@
 #   make demo    two hosts, two virtual machines, two containers on one Ethernet LAN, and a table of figures
 #   make test    all checks; CONTRIBUTING.md lists the stages
 #   make bench   vnet compared with its alternatives, published in docs/; takes hours on an otherwise idle machine
+#   make proof   the proofs of docs/proofs.md at full bounds; make fuzz: all fuzz targets at length
 #
 # Each target installs its requirements (Debian packages, Rust, Python packages in .venv); run it as root on Debian 12.
 
@@ -137,6 +138,17 @@ format-check: .venv/made ## Check formatting, and lints that need no build.
 .PHONY: end-to-end
 end-to-end: .venv/made ## Run the end-to-end tests against the release build.
 	.ci/end-to-end
+
+PROOF ?=
+.PHONY: proof
+proof: packages ## Run proofs at full bounds, models, ThreadSanitizer and valgrind (docs/proofs.md).
+	@.ci/packages proof
+	@.ci/proof $(PROOF)
+
+.PHONY: fuzz
+fuzz: packages $(TOOLS)/bin/cargo-fuzz-$(CARGO_FUZZ) ## Run every fuzz target for SECONDS (900), two at a time.
+	.ci/fuzz build
+	.ci/fuzz $(or $(SECONDS),900) all
 
 .PHONY: kernel-path
 kernel-path: build .venv/made ## Test the kernel's own path at length: 100 kills of vnetd, 1000 changes of rules, 10^6 random verdicts.
