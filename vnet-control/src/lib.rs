@@ -31,6 +31,7 @@ pub mod overlay;
 mod overlay_join;
 pub mod plan;
 mod reopen;
+pub mod sealing;
 pub mod settings;
 pub mod station;
 mod table;

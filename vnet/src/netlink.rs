@@ -6,7 +6,10 @@ use std::os::fd::{AsFd, BorrowedFd};
 
 use netlink_packet_core::{NLM_F_ACK, NLM_F_REQUEST, NetlinkMessage, NetlinkPayload};
 use netlink_packet_route::link::{LinkAttribute, LinkMessage};
-use netlink_packet_route::route::{RouteAddress, RouteAttribute, RouteFlags, RouteMessage, RouteMetric};
+use netlink_packet_route::neighbour::{NeighbourAttribute, NeighbourMessage, NeighbourState};
+use netlink_packet_route::route::{
+    RouteAddress, RouteAttribute, RouteFlags, RouteMessage, RouteMetric, RouteType,
+};
 use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
 use netlink_sys::Socket;
 use netlink_sys::protocols::{NETLINK_ROUTE, NETLINK_XFRM};
@@ -98,6 +101,59 @@ pub(crate) fn route_to(remote: IpAddr) -> io::Result<Route> {
         }
     }
     Ok(Route { device: device.ok_or(io::ErrorKind::NotFound)?, source })
+}
+
+/// How packets to a remote leave the calling thread's namespace.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum NextHop {
+    /// They do not leave it.
+    Local,
+    /// By the device with this index.
+    Device {
+        index: u32,
+        /// A router is at the device's network.
+        is_routed: bool,
+    },
+}
+
+/// The next hop to `remote`; `device` is the index of the device for a link-local address, or 0.
+pub(crate) fn next_hop(remote: IpAddr, device: u32) -> io::Result<NextHop> {
+    if device != 0 {
+        return Ok(NextHop::Device { index: device, is_routed: false });
+    }
+    let route = ask_route(remote, None, RouteFlags::empty())?;
+    if route.header.kind == RouteType::Local {
+        return Ok(NextHop::Local);
+    }
+    let (mut device, mut is_routed) = (None, false);
+    for attribute in &route.attributes {
+        match attribute {
+            RouteAttribute::Oif(index) => device = Some(*index),
+            RouteAttribute::Gateway(_) | RouteAttribute::Via(_) => is_routed = true,
+            _ => {}
+        }
+    }
+    Ok(NextHop::Device { index: device.ok_or(io::ErrorKind::NotFound)?, is_routed })
+}
+
+/// The link-layer address of a neighbour on a device (RTM_GETNEIGH), as far as the kernel knows it.
+pub(crate) fn neighbour(address: IpAddr, device: u32) -> Option<[u8; 6]> {
+    let mut question = NeighbourMessage::default();
+    question.header.family = if address.is_ipv4() { AddressFamily::Inet } else { AddressFamily::Inet6 };
+    question.header.ifindex = device;
+    question.attributes.push(NeighbourAttribute::Destination(address.into()));
+    let answer = Netlink::new().and_then(|netlink| netlink.ask(RouteNetlinkMessage::GetNeighbour(question)));
+    let Ok(RouteNetlinkMessage::NewNeighbour(found)) = answer else { return None };
+    if matches!(
+        found.header.state,
+        NeighbourState::Incomplete | NeighbourState::Failed | NeighbourState::None | NeighbourState::Noarp
+    ) {
+        return None;
+    }
+    found.attributes.iter().find_map(|attribute| match attribute {
+        NeighbourAttribute::LinkLayerAddress(bytes) => bytes[..].try_into().ok(),
+        _ => None,
+    })
 }
 
 /// The MTU towards `remote` that the administrator has configured, on the device and perhaps on the route. A socket's path MTU can

@@ -13,6 +13,7 @@ pub mod change_events;
 pub mod device;
 pub mod fake;
 mod frame_writer;
+pub mod hop;
 pub mod interrupts;
 pub mod local;
 mod netns;

@@ -17,7 +17,7 @@ use super::path::state::{Path, udp_payload};
 use super::path::watch::Monitored;
 use super::rendezvous::hole_punching::PathChoice;
 use super::sealed::roaming::RemoteAddress;
-use super::sealed::session::{Seal, SealView};
+use super::sealed::session::{ApplicationKeys, Seal, SealView};
 use super::socket::name::{ANYWHERE, addresses, normalised};
 use super::socket::udp::Socket;
 use super::state::LinkState;
@@ -195,6 +195,18 @@ impl Link {
     /// State of the keys and the peer's host name; `None` for a link in clear text.
     pub fn seal_view(&self) -> Option<SealView> {
         Some(self.seal()?.view(self.next_number()))
+    }
+
+    /// Keys of a session between two applications at the ends of a sealed link: from the link's keys of `epoch`, or the current ones, and the
+    /// epoch. Both hosts get the same keys for the same `context`. `opens`: the session's opener is on this host. `None`: the link has no
+    /// keys of this epoch.
+    pub fn application_keys(
+        &self,
+        epoch: Option<u8>,
+        opens: bool,
+        context: &[u8],
+    ) -> Option<(u8, ApplicationKeys)> {
+        self.seal()?.application_keys(epoch, opens, context)
     }
 
     /// Maximum UDP payload in bytes of an unfragmented packet.

@@ -63,7 +63,7 @@ pub use options::{Encapsulation, LinkKind, LinkOptions, Security, SourceMatch};
 pub use path::watch::PathWatch;
 pub use peers::Peers;
 pub use receiver::{PeersView, Receiver, ReceiverParts};
-pub use sealed::session::SealView;
+pub use sealed::session::{ApplicationKeys, SealView};
 pub use socket::name::{ANYWHERE, PORTS_MAX, normalised};
 pub use socket::ports::BridgeError;
 pub use socket::udp::kernel_offloads;

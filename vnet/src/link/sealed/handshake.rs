@@ -25,6 +25,8 @@ use crate::link::Link;
 pub const ALPN: &[u8] = b"vnet-seal/1";
 /// Label of the exporter.
 const EXPORTER: &[u8] = b"EXPORTER-vnet-seal";
+/// Label of the secret that applications' keys are derived from.
+const APPLICATIONS: &[u8] = b"EXPORTER-vnet-rdma";
 /// Maximum length in bytes of a reason that is read or sent.
 const TEXT_MAX: usize = 512;
 const HEAD_LEN: usize = 4;
@@ -105,7 +107,8 @@ pub(in crate::link) fn initiate<S: Patient>(
         }
     };
     let exported = channel.export(EXPORTER, &[epoch])?;
-    seal.accept(Session::new(&exported, Role::Initiator, epoch, link.next_number(), (chain, info)));
+    let session = Session::new(&exported, Role::Initiator, epoch, link.next_number(), (chain, info));
+    seal.accept(session.with_application_secret(channel.export(APPLICATIONS, &[epoch])?));
     seal.switch(epoch);
     channel.send(&HandshakeMessage::Confirm(epoch).to_bytes())?;
     channel.close();
@@ -143,7 +146,8 @@ pub(in crate::link) fn agree<'l, S: Patient>(
     let Some(under_way) = seal.begin_handshake() else { return refuse(channel, BUSY.into()) };
     let epoch = seal.next_epoch();
     let exported = channel.export(EXPORTER, &[epoch])?;
-    seal.accept(Session::new(&exported, Role::Responder, epoch, link.next_number(), (chain, info)));
+    let session = Session::new(&exported, Role::Responder, epoch, link.next_number(), (chain, info));
+    seal.accept(session.with_application_secret(channel.export(APPLICATIONS, &[epoch])?));
     channel.send(&HandshakeMessage::Accept(epoch).to_bytes())?;
     match HandshakeMessage::read(&mut channel)? {
         HandshakeMessage::Confirm(confirmed) if confirmed == epoch => {

@@ -80,6 +80,37 @@ fn two_hosts_agree_again_and_again() {
     }
 }
 
+/// Applications at both ends get the same keys for the same session, and other keys for any other one.
+#[test]
+fn applications_get_keys_of_their_own_from_the_links() {
+    let folder = tempfile::tempdir().unwrap();
+    let pki = Pki::new(folder.path());
+    let (h1, h2) = (pki.identity("h1"), pki.identity("h2"));
+    let (a, b) = (link("h2"), link("h1"));
+    assert_eq!(a.application_keys(None, true, b"session"), None, "no keys yet");
+    let mut all = std::collections::HashSet::new();
+    for round in 0..3u8 {
+        assert_eq!(shake(&h1, &a, &h2, &b), [Ok(()), Ok(())]);
+        for (context, opens) in [(&b"session"[..], true), (b"session", false), (b"another", true)] {
+            let keys = a.application_keys(None, opens, context).unwrap();
+            assert_eq!(keys.0, round);
+            assert_eq!(b.application_keys(Some(round), !opens, context), Some(keys));
+            assert!(all.insert(keys), "round {round}: keys of their own");
+            assert!(keys.1[..32] != keys.1[32..], "of each direction");
+        }
+        // Earlier keys are asked for while packets with newer ones are on their way.
+        let before = round.checked_sub(1);
+        let earlier = before.map(|epoch| a.application_keys(Some(epoch), true, b"session"));
+        assert_eq!(earlier, before.map(|epoch| b.application_keys(Some(epoch), false, b"session")));
+        assert!(earlier.is_none_or(|keys| keys.is_some()));
+    }
+    let (c, d) = (link("h2"), link("h1"));
+    assert_eq!(shake(&h1, &c, &h2, &d), [Ok(()), Ok(())]);
+    let other = c.application_keys(None, true, b"session").unwrap();
+    assert!(all.insert(other), "another handshake, another secret");
+    assert_eq!(a.application_keys(Some(3), true, b"session"), None, "no such epoch");
+}
+
 /// Each bad certificate is refused, no keys remain on either side, and both sides report the reason.
 #[test]
 fn a_host_that_is_not_trusted_is_refused_and_both_sides_say_why() {

@@ -17,7 +17,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use arc_swap::{ArcSwap, Guard};
-use aws_lc_rs::hmac;
+use aws_lc_rs::{hkdf, hmac};
 use parking_lot::Mutex;
 use rustls::pki_types::CertificateDer;
 
@@ -33,6 +33,22 @@ const PENDING_MAX: Duration = Duration::from_secs(15);
 
 /// Keying material of the exporter: the initiator's key and salt, then the responder's.
 pub(in crate::link) type Exported = [u8; 2 * MATERIAL_LEN];
+
+/// What applications' keys are derived from: exported with a label of its own.
+pub(in crate::link) type ApplicationSecret = [u8; 32];
+/// Keys of a session between two applications: of what its opener sends, then of what the other one sends.
+pub type ApplicationKeys = [u8; 64];
+/// Begins what is hashed into applications' keys.
+const APPLICATION_LABEL: &[u8] = b"vnet-rdma seal 1";
+
+/// Length of the keys of an application's session.
+struct ApplicationKeysLen;
+
+impl hkdf::KeyType for ApplicationKeysLen {
+    fn len(&self) -> usize {
+        size_of::<ApplicationKeys>()
+    }
+}
 
 /// This host's role in a handshake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,6 +67,7 @@ pub(in crate::link) struct Session {
     pub(in crate::link) info: CertificateInfo,
     claims: Option<Arc<Claims>>,
     role: Role,
+    application_secret: Option<ApplicationSecret>,
     /// Keepalive tags: of this host's keepalives, and of the peer's.
     tags: (u32, u32),
     made: Instant,
@@ -97,10 +114,28 @@ impl Session {
             chain,
             info,
             role,
+            application_secret: None,
             tags: (tag(&half(ours)), tag(&half(theirs))),
             made: Instant::now(),
             stage: Stage::Pending,
         }
+    }
+
+    /// From now on keys of applications are derived from this secret.
+    pub(in crate::link) fn with_application_secret(self, secret: ApplicationSecret) -> Session {
+        Session { application_secret: Some(secret), ..self }
+    }
+
+    /// Keys of a session between two applications, which `context` names (HKDF-SHA-256, RFC 5869). `opens`: the session's opener is on this
+    /// host.
+    fn application_keys(&self, opens: bool, context: &[u8]) -> Option<ApplicationKeys> {
+        let secret = self.application_secret.as_ref()?;
+        let by_initiator = u8::from((self.role == Role::Initiator) == opens);
+        let secret = hkdf::Salt::new(hkdf::HKDF_SHA256, &[]).extract(secret);
+        let mut keys = [0; size_of::<ApplicationKeys>()];
+        let info = [APPLICATION_LABEL, &[by_initiator], context];
+        secret.expand(&info, ApplicationKeysLen).and_then(|derived| derived.fill(&mut keys)).ok()?;
+        Some(keys)
     }
 }
 
@@ -345,6 +380,21 @@ impl Seal {
             certificate_end: session.info.valid.1,
             is_worn: session.sealing.is_worn(next),
         })
+    }
+
+    /// Keys of a session between two applications, from the keys of `epoch` or the current ones, and the epoch.
+    pub(in crate::link) fn application_keys(
+        &self,
+        epoch: Option<u8>,
+        opens: bool,
+        context: &[u8],
+    ) -> Option<(u8, ApplicationKeys)> {
+        let sessions = self.sessions.lock();
+        let session = sessions.iter().find(|session| match epoch {
+            Some(epoch) => session.epoch == epoch,
+            None => session.stage == Stage::Current,
+        })?;
+        Some((session.epoch, session.application_keys(opens, context)?))
     }
 
     /// Requests a rekey soon.
