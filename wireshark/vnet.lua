@@ -124,7 +124,65 @@ for _, flag in ipairs(FLAGS) do
     flag.field = ProtoField.bool("vnet_rdma.flags." .. flag[2], flag[3], 8, nil, flag[1])
     all[#all + 1] = flag.field
 end
+
+-- Sealed packets, and those that make keys new: the high bits of the first byte are another version.
+local SEALING = 2
+local SEALED = {
+    [0] = { "SEALED", { { "id", 4, 4 }, { "number", 8, 8 } }, 32, "encrypted" },
+    [1] = { "OPEN", { { "id", 4, 4 }, { "nonce", 8, 16 } }, 24 },
+    [2] = { "AGREE", { { "epoch", 1, 1 }, { "id", 4, 4 }, { "own", 8, 4 }, { "nonce", 12, 16 } }, 28 },
+    [3] = { "ASK", { { "id", 4, 4 } }, 8 },
+}
+local seal_names = {}
+for number, kind in pairs(SEALED) do
+    seal_names[number] = kind[1]
+end
+local s = {
+    kind = ProtoField.uint8("vnet_rdma.seal.kind", "Kind", base.DEC, seal_names, 0x0f),
+    epoch = ProtoField.uint8("vnet_rdma.seal.epoch", "Epoch of the link's keys"),
+    id = ProtoField.uint32("vnet_rdma.seal.id", "Key id", base.HEX),
+    own = ProtoField.uint32("vnet_rdma.seal.own", "Key id of the sender", base.HEX),
+    number = ProtoField.uint64("vnet_rdma.seal.number", "Number"),
+    nonce = ProtoField.bytes("vnet_rdma.seal.nonce", "Random number"),
+    encrypted = ProtoField.bytes("vnet_rdma.seal.encrypted", "Encrypted packet"),
+    tag = ProtoField.bytes("vnet_rdma.seal.tag", "Tag"),
+}
+for _, field in pairs(s) do
+    all[#all + 1] = field
+end
 rdma.fields = all
+
+-- Returns the kind of a packet of sealing, or nil.
+local function sealing(buffer)
+    if buffer:len() < 8 or buffer(0, 1):bitfield(0, 4) ~= SEALING or buffer(2, 2):uint() ~= 0 then
+        return nil
+    end
+    local kind = SEALED[buffer(0, 1):bitfield(4, 4)]
+    local is_whole = kind and (buffer:len() == kind[3] or (kind[4] and buffer:len() > kind[3]))
+    local epoch = buffer(1, 1):uint()
+    return is_whole and (epoch == 0 or (kind[1] == "AGREE" and epoch < 4)) and kind or nil
+end
+
+local function dissect_sealing(kind, buffer, pinfo, tree)
+    pinfo.cols.protocol = "VNET-RDMA"
+    local text = string.format("%s key=0x%08x", kind[1], buffer(4, 4):uint())
+    if kind[4] then
+        text = text .. string.format(" number=%s encrypted=%u", buffer(8, 8):uint64(), buffer:len() - 32)
+    end
+    pinfo.cols.info = text
+    local own = tree:add(rdma, buffer(), "vnet interconnect, " .. text)
+    own:add(s.kind, buffer(0, 1))
+    for _, field in ipairs(kind[2]) do
+        own:add(s[field[1]], buffer(field[2], field[3]))
+    end
+    if kind[4] then
+        if buffer:len() > 32 then
+            own:add(s.encrypted, buffer(16, buffer:len() - 32))
+        end
+        own:add(s.tag, buffer(buffer:len() - 16, 16))
+    end
+    return buffer:len()
+end
 
 local COMMON, MAP = 16, 32
 
@@ -148,6 +206,10 @@ local function header_len(buffer)
 end
 
 function rdma.dissector(buffer, pinfo, tree)
+    local sealed = sealing(buffer)
+    if sealed then
+        return dissect_sealing(sealed, buffer, pinfo, tree)
+    end
     local len = header_len(buffer)
     if not len then
         return 0
@@ -278,5 +340,5 @@ local ports = DissectorTable.get("udp.port")
 ports:add(9000, native)
 ports:add_for_decode_as(rdma)
 rdma:register_heuristic("udp", function(buffer, pinfo, tree)
-    return header_len(buffer) ~= nil and rdma.dissector(buffer, pinfo, tree) > 0
+    return (sealing(buffer) or header_len(buffer)) ~= nil and rdma.dissector(buffer, pinfo, tree) > 0
 end)

@@ -153,10 +153,12 @@ int vnet_rdma_receive_claimed(vnet_rdma_endpoint *endpoint, uint64_t claim, void
 			      uint32_t flags);
 /* How the packets to a peer travel now: by the UDP socket, or through memory shared with a process of the same host, which the host's daemon
  * gives by itself soon after the first message. VNET_RDMA_MEETING="" in the environment keeps them on the socket. With
- * VNET_RDMA_ATTACHMENT=daemon, the host's daemon runs the engine and sends all packets. */
+ * VNET_RDMA_ATTACHMENT=daemon, the host's daemon runs the engine and sends all packets. To a peer behind a sealed link they are sealed, unless
+ * VNET_RDMA_SEAL=off. */
 #define VNET_RDMA_ATTACHMENT_UDP 0
 #define VNET_RDMA_ATTACHMENT_SAME_HOST 1
 #define VNET_RDMA_ATTACHMENT_DAEMON 2
+#define VNET_RDMA_ATTACHMENT_SEALED 3
 int vnet_rdma_attachment(vnet_rdma_endpoint *endpoint, const vnet_rdma_peer *peer);
 /* Takes a posted buffer back. 0, or -ENOENT: there is none with this context, or its message is on its way. */
 int vnet_rdma_cancel(vnet_rdma_endpoint *endpoint, uint64_t context);

@@ -4,7 +4,7 @@
 //! prints its own processor time while that one measured the rate.
 //! `vnet-rdma-perf client NAME [SIZE [SECONDS]]` measures the one-way latency of 8-byte writes and the rate of writes of SIZE bytes, for
 //! SECONDS each; `LATENCY,RATE` in place of SECONDS gives each its own time. It shows how the packets travelled: `udp`, or `same-host`
-//! through shared memory. With VNET_RDMA_MEETING empty they take UDP.
+//! through shared memory. With VNET_RDMA_MEETING empty they take UDP. Across a sealed link they are sealed, unless VNET_RDMA_SEAL is off.
 
 use std::io::Write;
 use std::process::ExitCode;

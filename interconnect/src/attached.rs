@@ -8,6 +8,7 @@ use std::time::Duration;
 use crate::node::pages::Pages;
 use crate::node::{Attachment, Error, Options, RingCounters};
 use crate::proto::{Access, Completion, Counters, Key, Match, Outgoing, Peer, Receive, Seen, Shape, Span};
+use crate::seal::SealCounters;
 use crate::{daemon, node};
 
 /// A process on the network: a UDP socket, the protocol's engine, and endpoints.
@@ -57,6 +58,14 @@ impl Node {
         match &self.0 {
             Engine::Process(node) => node.ring_counters(),
             Engine::Daemon(_) => RingCounters::default(),
+        }
+    }
+
+    /// Returns the counters of sealing.
+    pub fn seal_counters(&self) -> SealCounters {
+        match &self.0 {
+            Engine::Process(node) => node.seal_counters(),
+            Engine::Daemon(_) => SealCounters::default(),
         }
     }
 

@@ -27,9 +27,11 @@ pub(crate) fn code(error: &Error) -> c_int {
     remember(&error.to_string());
     match error {
         Error::Socket(_, error) | Error::Memory(error) => -error.raw_os_error().unwrap_or(libc::EIO),
-        Error::Name(..) | Error::Range(..) | Error::Attachment(_) | Error::Refused(PostError::BadAtomic) => {
-            -libc::EINVAL
-        }
+        Error::Name(..)
+        | Error::Range(..)
+        | Error::Attachment(_)
+        | Error::Seal(_)
+        | Error::Refused(PostError::BadAtomic) => -libc::EINVAL,
         Error::Refused(PostError::Busy) => -libc::EAGAIN,
         Error::Refused(PostError::NoEndpoint | PostError::UnknownKey) => -libc::ENOENT,
         Error::Refused(PostError::Taken) => -libc::EADDRINUSE,

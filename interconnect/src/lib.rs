@@ -6,6 +6,7 @@
 //!
 //! - [`proto`]: the protocol, without I/O;
 //! - `node/`: the engine inside the application: socket, progress, waiting;
+//! - [`seal`]: encrypts packets that cross a sealed link;
 //! - [`ring`]: packets through memory shared with a process of the same host;
 //! - [`meeting`]: how two processes of one host get a ring from its daemon;
 //! - [`daemon`]: the engine in the daemon of the host, for processes that ask for it;
@@ -26,6 +27,7 @@ pub mod proto;
 mod random;
 mod region;
 pub mod ring;
+pub mod seal;
 
 pub use attached::{Endpoint, Node};
 pub use node::{Attachment, Error, Options, RingCounters, resolve};
@@ -34,3 +36,4 @@ pub use proto::{
     Peer, PostError, Receive, Seen, Shape, Span, Status,
 };
 pub use region::Region;
+pub use seal::SealCounters;

@@ -14,7 +14,7 @@ use rustix::net::{
     AddressFamily, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix,
     SocketType, connect, recv, sendmsg, socket,
 };
-use vnet_rdma::meeting::{Host, Message, Place, listen};
+use vnet_rdma::meeting::{Host, KeyRequest, Keys, Message, Place, Question, Reach, Role, Sealer, listen};
 use vnet_rdma::{Access, Attachment, Endpoint, Kind, Node, Options, Peer, Region, Status};
 
 const PERF: &str = env!("CARGO_BIN_EXE_vnet-rdma-perf");
@@ -148,12 +148,18 @@ fn await_attachment(endpoint: &Endpoint, peer: Peer, attachment: Attachment) {
 
 /// Runs `test` with the name of a daemon's socket.
 fn with_daemon(test: impl FnOnce(&str) + std::panic::UnwindSafe) {
+    with_host(None, test);
+}
+
+/// The same with a daemon that may know sealed links.
+fn with_host(sealer: Option<Box<dyn Sealer>>, test: impl FnOnce(&str) + std::panic::UnwindSafe) {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     let number = NEXT.fetch_add(1, Ordering::Relaxed);
     let name = format!("vnet-test-processes-{}-{number}", std::process::id());
     let mut host = Host::new().unwrap();
     let mut listener = Some(listen(&name).unwrap());
     host.set_places(&[Place { id: (1, 1), networks: vec![1] }], |_| listener.take());
+    sealer.into_iter().for_each(|sealer| host.seal(sealer));
     let stopper = host.stopper();
     std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -164,6 +170,46 @@ fn with_daemon(test: impl FnOnce(&str) + std::panic::UnwindSafe) {
         let result = std::panic::catch_unwind(|| test(&name));
         stopper.stop();
         result.unwrap();
+    });
+}
+
+/// One of two hosts with a sealed link between them, behind which all peers are.
+struct Behind;
+
+impl Sealer for Behind {
+    fn reach(&mut self, _: &Place, _: &Question) -> Reach {
+        Reach::Sealed
+    }
+
+    fn keys(&mut self, _: &Place, request: &KeyRequest) -> Result<Keys, Reach> {
+        let (mine, theirs) = (request.nonce, request.peer_nonce);
+        let [first, second] = if request.role == Role::Opener { [mine, theirs] } else { [theirs, mine] };
+        let keys =
+            std::array::from_fn(|place| first[place % 16] ^ second[place / 5].wrapping_add(place as u8));
+        Ok(Keys { epoch: request.epoch.unwrap_or(2), keys })
+    }
+}
+
+#[test]
+fn the_measuring_program_seals_across_a_sealed_link() {
+    with_host(Some(Box::new(Behind)), |near| {
+        with_host(Some(Box::new(Behind)), |far| {
+            let mut command = Command::new(PERF);
+            command.args(["server", "127.0.0.1:0", "once"]).env("VNET_RDMA_MEETING", far);
+            let (mut server, name) = started({
+                command.stdout(Stdio::piped());
+                command
+            });
+            let client = Command::new(PERF)
+                .args(["client", &name, "1000000", "0.2"])
+                .env("VNET_RDMA_MEETING", near)
+                .output()
+                .unwrap();
+            let text = String::from_utf8_lossy(&client.stdout);
+            assert!(client.status.success(), "{text} {}", String::from_utf8_lossy(&client.stderr));
+            assert!(text.ends_with(" attachment sealed\n"), "{text}");
+            assert!(server.0.wait().unwrap().success());
+        });
     });
 }
 

@@ -111,6 +111,11 @@ pub enum Decline {
     /// Ports below 1024 are not opened for processes.
     #[error("the daemon opens no ports below 1024; use a higher one")]
     Port,
+    /// A link of the container's network is sealed.
+    #[error(
+        "a link of this container's network is sealed, and only the engine of the process seals; unset VNET_RDMA_ATTACHMENT"
+    )]
+    Sealed,
 }
 
 impl Decline {
@@ -120,6 +125,7 @@ impl Decline {
             Decline::TooMany => (2, 0),
             Decline::Address(errno) => (3, errno),
             Decline::Port => (4, 0),
+            Decline::Sealed => (5, 0),
         };
         let [a, b, c, d] = i32::to_be_bytes(errno);
         [code, a, b, c, d]
@@ -133,6 +139,7 @@ impl Decline {
             (2, 0) => Decline::TooMany,
             (3, errno) => Decline::Address(errno),
             (4, 0) => Decline::Port,
+            (5, 0) => Decline::Sealed,
             _ => return None,
         })
     }

@@ -10,7 +10,7 @@ use rustix::net::{
     SocketFlags, SocketType, connect, recvmsg, send, socket_with,
 };
 
-use super::{Decline, Message, Request, Token};
+use super::{Decline, Keys, Message, Reach, Request, Token};
 
 /// The connection. Closing it ends all rings of the process.
 pub(crate) struct Guest(OwnedFd);
@@ -23,6 +23,10 @@ pub(crate) enum Heard {
     Ring { side: u8, secret: Token, memory: OwnedFd, bell: OwnedFd },
     /// No ring for the channel with this secret.
     Absent(Token),
+    /// How the peer at this address is reached.
+    Reached(SocketAddr, Reach),
+    /// Keys of the request with this ticket, or why there are none.
+    Keys(u32, Result<Keys, Reach>),
     /// The daemon runs the engine at this address.
     Attached { address: SocketAddr, memory: OwnedFd, bell: OwnedFd },
     /// The daemon does not run the engine.
@@ -43,13 +47,17 @@ impl Guest {
 
     /// Asks for a ring with the process that sent an invitation.
     pub(crate) fn join(&self, name: Token, secret: Token) -> bool {
-        let (bytes, len) = Message::Join(name, secret).encode();
-        send(&self.0, &bytes[..len], SendFlags::DONTWAIT | SendFlags::NOSIGNAL).is_ok()
+        self.say(Message::Join(name, secret))
     }
 
     /// Asks the daemon to run the engine.
     pub(crate) fn attach(&self, request: Request) -> bool {
-        let (bytes, len) = Message::Attach(request).encode();
+        self.say(Message::Attach(request))
+    }
+
+    /// Sends a message. Returns false if the daemon does not read its messages or has gone.
+    pub(crate) fn say(&self, message: Message) -> bool {
+        let (bytes, len) = message.encode();
         send(&self.0, &bytes[..len], SendFlags::DONTWAIT | SendFlags::NOSIGNAL).is_ok()
     }
 
@@ -87,7 +95,9 @@ impl Guest {
                 Ok(Some(Heard::Attached { address, memory, bell }))
             }
             Message::Declined(why) => Ok(Some(Heard::Declined(why))),
-            Message::Join(..) | Message::Attach(_) => Err(wrong()),
+            Message::Reached(peer, reach) => Ok(Some(Heard::Reached(peer, reach))),
+            Message::Keys(ticket, answer) => Ok(Some(Heard::Keys(ticket, answer))),
+            Message::Join(..) | Message::Attach(_) | Message::Reach(_) | Message::Key(_) => Err(wrong()),
         }
     }
 

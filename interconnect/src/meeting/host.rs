@@ -15,7 +15,7 @@ use rustix::net::{
     recvmsg, send, sendmsg, shutdown, socket_with,
 };
 
-use super::{Decline, Ends, Message, Request, Token};
+use super::{Decline, Ends, KeyRequest, Keys, Message, Question, Reach, Request, Token};
 use crate::closer::{close, close_or_leak};
 use crate::random::random;
 use crate::ring::{PASSED_MAX, Provided, provide};
@@ -32,6 +32,9 @@ const RINGS_MAX: usize = 4096;
 const JOINS_PER_S: u32 = 100;
 /// Maximum number of engines started in a second: ending one may take milliseconds of the thread that runs all of them.
 const ENGINES_PER_S: u32 = 20;
+/// Maximum number of questions about peers that are looked into in a second: each enters the process's network namespace. Beyond, processes
+/// are told to ask again.
+const LOOKUPS_PER_S: u32 = 1000;
 const BACKLOG: i32 = 64;
 
 /// Opens the socket in the network namespace of the calling thread.
@@ -92,6 +95,18 @@ struct Ring {
 /// Serves a process of a place, or says why not.
 pub type Attach = Box<dyn FnMut(&Place, &Request) -> Result<Ends, Decline> + Send>;
 
+/// Knows how peers are reached, and derives keys for processes of a place.
+pub trait Sealer: Send {
+    /// How a peer is reached from a place.
+    fn reach(&mut self, place: &Place, question: &Question) -> Reach;
+
+    /// Keys of a session between a process of this place and its peer.
+    ///
+    /// # Errors
+    /// How the peer is reached, if not by a sealed link with keys.
+    fn keys(&mut self, place: &Place, request: &KeyRequest) -> Result<Keys, Reach>;
+}
+
 /// The meeting points of a daemon.
 pub struct Host {
     places: Vec<(Place, OwnedFd)>,
@@ -102,6 +117,9 @@ pub struct Host {
     wake: Stopper,
     is_stopped: bool,
     attach: Option<Attach>,
+    sealer: Option<Box<dyn Sealer>>,
+    /// Second since the host's start, and number of questions in it.
+    looked_up: (u64, u32),
     /// Second since the host's start, and number of engines started in it.
     attached: (u64, u32),
     /// Sockets that wait for the thread that closes them, because a process may have sent descriptors whose close blocks. Meanwhile
@@ -127,9 +145,25 @@ impl Host {
         let random = ChaCha20Rng::from_seed(random()?);
         let (places, processes, rings) = (vec![], vec![], vec![]);
         let (start, wake) = (Instant::now(), Stopper(Arc::new(wake)));
-        let (attach, attached) = (None, (0, 0));
-        let (is_stopped, unclosed) = (false, vec![]);
-        Ok(Self { places, processes, rings, random, start, wake, is_stopped, attach, attached, unclosed })
+        Ok(Self {
+            places,
+            processes,
+            rings,
+            random,
+            start,
+            wake,
+            is_stopped: false,
+            attach: None,
+            sealer: None,
+            looked_up: (0, 0),
+            attached: (0, 0),
+            unclosed: vec![],
+        })
+    }
+
+    /// From now on processes learn how peers are reached, and get keys. Before, no link is sealed.
+    pub fn seal(&mut self, sealer: Box<dyn Sealer>) {
+        self.sealer = Some(sealer);
     }
 
     /// From now on the daemon runs engines for processes, if `attach` allows it.
@@ -327,6 +361,23 @@ impl Host {
         let (named, secret) = match message.filter(|_| !is_hostile) {
             Some(Message::Join(named, secret)) => (named, secret),
             Some(Message::Attach(request)) if process.leash.is_none() => return self.answer(name, &request),
+            Some(Message::Reach(question)) => {
+                let reach = self.look_up(name, |sealer, place| sealer.reach(place, &question));
+                return self.tell(name, Message::Reached(question.peer, reach));
+            }
+            Some(Message::Key(request)) => {
+                let mut keys = None;
+                let reach = self.look_up(name, |sealer, place| match sealer.keys(place, &request) {
+                    Ok(found) => {
+                        keys = Some(found);
+                        Reach::Sealed
+                    }
+                    // Only keys say that.
+                    Err(Reach::Sealed) => Reach::NotYet,
+                    Err(reach) => reach,
+                });
+                return self.tell(name, Message::Keys(request.ticket, keys.ok_or(reach)));
+            }
             _ => return self.disconnect(name),
         };
         if !self.join([name, named], secret)
@@ -334,6 +385,27 @@ impl Host {
         {
             say(&process.socket, Message::Absent(secret), &[]);
         }
+    }
+
+    fn tell(&mut self, name: Token, message: Message) {
+        if let Some(process) = self.process(name) {
+            say(&process.socket, message, &[]);
+        }
+    }
+
+    /// Looks into a question of a process about a peer.
+    fn look_up(&mut self, name: Token, ask: impl FnOnce(&mut dyn Sealer, &Place) -> Reach) -> Reach {
+        let second = self.start.elapsed().as_secs();
+        let looked_up = if self.looked_up.0 == second { self.looked_up.1 } else { 0 };
+        let place = self.place_of(name).cloned();
+        let (Some(place), Some(sealer)) = (place, &mut self.sealer) else {
+            return Reach::AllClear;
+        };
+        if looked_up >= LOOKUPS_PER_S {
+            return Reach::NotYet;
+        }
+        self.looked_up = (second, looked_up + 1);
+        ask(sealer.as_mut(), &place)
     }
 
     /// Answers a process that wants the daemon to run its engine.

@@ -19,6 +19,9 @@
 //! A process may also ask the daemon to run its engine (`daemon/`): ATTACH with the address of its socket, answered by ATTACHED with memory and
 //! a bell, or by DECLINED. The daemon does so if a callback of its own allows it.
 //!
+//! A process also asks how a peer is reached (REACH, answered by REACHED), and for the keys of a session with a peer behind a sealed link (KEY,
+//! answered by KEYS). The daemon derives them from the link's keys: it has a callback for that, too.
+//!
 //! Messages are packets (`SOCK_SEQPACKET`) of a kind and fields of fixed size. A process takes them only from a daemon that is root,
 //! or outside its own PID namespace: a program of the container that had taken the name before the daemon could otherwise hand
 //! out rings of its own.
@@ -26,11 +29,13 @@
 mod attach;
 mod guest;
 mod host;
+mod sealing;
 
 pub use attach::{Decline, Ends, Request};
 pub(crate) use guest::{Guest, Heard};
 pub(crate) use host::RINGS_OF_PROCESS_MAX;
-pub use host::{Attach, Host, Place, Stopper, listen};
+pub use host::{Attach, Host, Place, Sealer, Stopper, listen};
+pub use sealing::{KEY, KeyRequest, Keys, Nonce, Question, Reach, Role};
 
 use std::net::SocketAddr;
 
@@ -56,6 +61,14 @@ pub enum Message {
     },
     /// Daemon: no ring for the channel with this secret.
     Absent(Token),
+    /// Process: how is this peer reached?
+    Reach(Question),
+    /// Daemon: how the peer at this address is reached.
+    Reached(SocketAddr, Reach),
+    /// Process: the keys of a session.
+    Key(KeyRequest),
+    /// Daemon: the keys of the request with this ticket, or why there are none.
+    Keys(u32, Result<Keys, Reach>),
     /// Process: run the engine.
     Attach(Request),
     /// Daemon: it runs the engine at this address. The memory of the queues and the bell come with it.
@@ -66,16 +79,32 @@ pub enum Message {
 
 impl Message {
     /// Length in bytes of the longest message.
-    pub const BYTES_MAX: usize = 33;
+    pub const BYTES_MAX: usize = 1 + sealing::REQUEST;
 
     /// Encodes the message. Returns the bytes and their number.
     pub fn encode(&self) -> ([u8; Self::BYTES_MAX], usize) {
-        let (request, address, refusal);
+        let (request, address, refusal, question, reached, key, keys);
         let (kind, first, second): (u8, &[u8], &[u8]) = match self {
             Message::Named(name) => (1, name, &[]),
             Message::Join(name, secret) => (2, name, secret),
             Message::Ring { side, secret } => (3, std::slice::from_ref(side), secret),
             Message::Absent(secret) => (4, secret, &[]),
+            Message::Reach(wanted) => {
+                question = wanted.encode();
+                (5, &question, &[])
+            }
+            Message::Reached(peer, reach) => {
+                reached = sealing::encode_reached(*peer, *reach);
+                (6, &reached, &[])
+            }
+            Message::Key(wanted) => {
+                key = wanted.encode();
+                (7, &key, &[])
+            }
+            Message::Keys(ticket, answer) => {
+                keys = sealing::encode_answer(*ticket, answer);
+                (8, &keys, &[])
+            }
             Message::Attach(wanted) => {
                 request = wanted.encode();
                 (16, &request, &[])
@@ -112,6 +141,16 @@ impl Message {
                 Message::Ring { side: Some(*side).filter(|side| *side < 2)?, secret: token(secret)? }
             }
             4 => Message::Absent(token(rest)?),
+            5 => Message::Reach(Question::decode(rest.try_into().ok()?)?),
+            6 => {
+                let (peer, reach) = sealing::decode_reached(rest.try_into().ok()?)?;
+                Message::Reached(peer, reach)
+            }
+            7 => Message::Key(KeyRequest::decode(rest.try_into().ok()?)?),
+            8 => {
+                let (ticket, answer) = sealing::decode_answer(rest.try_into().ok()?)?;
+                Message::Keys(ticket, answer)
+            }
             16 => Message::Attach(Request::decode(rest.try_into().ok()?)?),
             17 => Message::Attached(attach::decode_address(rest.try_into().ok()?)?),
             18 => Message::Declined(Decline::decode(rest.try_into().ok()?)?),

@@ -76,9 +76,23 @@ fn is_absent(guest: &Guest) -> bool {
 fn messages_are_read_as_they_are_written() {
     let _alone = alone();
     let (a, b) = ([3; 16], [4; 16]);
-    for message in
-        [Message::Named(a), Message::Join(a, b), Message::Ring { side: 1, secret: a }, Message::Absent(b)]
-    {
+    let [own, peer] = ["10.0.0.1:7000", "[fe80::1%3]:7001"].map(|address| address.parse().unwrap());
+    let between = Question { own, peer };
+    let request = |role, epoch| KeyRequest { ticket: 7, role, epoch, between, nonce: a, peer_nonce: b };
+    let keys = Keys { epoch: 2, keys: std::array::from_fn(|place| place as u8) };
+    for message in [
+        Message::Named(a),
+        Message::Join(a, b),
+        Message::Ring { side: 1, secret: a },
+        Message::Absent(b),
+        Message::Reach(between),
+        Message::Reached(peer, Reach::Several),
+        Message::Key(request(Role::Opener, None)),
+        Message::Key(request(Role::Answerer, Some(3))),
+        Message::Keys(u32::MAX, Ok(keys)),
+        Message::Keys(1, Err(Reach::NotYet)),
+        Message::Declined(Decline::Sealed),
+    ] {
         let (bytes, len) = message.encode();
         assert_eq!(Message::decode(&bytes[..len]), Some(message));
         assert!((0..len).all(|short| Message::decode(&bytes[..short]).is_none()));
@@ -182,4 +196,62 @@ fn hostile_processes_are_bounded() {
     rustix::net::send(c.descriptor(), &[77; 20], rustix::net::SendFlags::empty()).unwrap();
     turn(&mut host);
     assert!(c.receive().is_err());
+}
+
+/// Knows one sealed link: to peers with an even port.
+struct Even;
+
+impl Sealer for Even {
+    fn reach(&mut self, place: &Place, question: &Question) -> Reach {
+        match (place.id, question.peer.port() % 2) {
+            ((4, 1), 0) => Reach::Sealed,
+            ((4, 1), _) => Reach::Clear,
+            _ => Reach::Foreign,
+        }
+    }
+
+    fn keys(&mut self, place: &Place, request: &KeyRequest) -> Result<Keys, Reach> {
+        match self.reach(place, &request.between) {
+            Reach::Sealed => Ok(Keys { epoch: request.epoch.unwrap_or(1), keys: [5; 2 * KEY] }),
+            reach => Err(reach),
+        }
+    }
+}
+
+#[test]
+fn a_process_gets_keys_for_what_its_container_may_have() {
+    let _alone = alone();
+    let (mut host, names) = host(&[place(1, &[5]), place(2, &[5])]);
+    let ((own, _), (foreign, _)) = (connect(&mut host, &names[0]), connect(&mut host, &names[1]));
+    let [even, odd] = ["10.0.0.2:2", "10.0.0.2:3"].map(|address| address.parse().unwrap());
+    let between = |peer| Question { own: "10.0.0.1:1".parse().unwrap(), peer };
+    let mut ask = |guest: &Guest, message| {
+        assert!(guest.say(message));
+        turn(&mut host);
+        guest.receive().unwrap()
+    };
+    let is = |heard, expected| matches!(heard, Some(Heard::Reached(_, reach)) if reach == expected);
+    assert!(is(ask(&own, Message::Reach(between(even))), Reach::AllClear), "nobody gives keys here");
+    host.seal(Box::new(Even));
+    let mut ask = |guest: &Guest, message| {
+        assert!(guest.say(message));
+        turn(&mut host);
+        guest.receive().unwrap()
+    };
+    assert!(is(ask(&own, Message::Reach(between(even))), Reach::Sealed));
+    assert!(is(ask(&own, Message::Reach(between(odd))), Reach::Clear));
+    assert!(is(ask(&foreign, Message::Reach(between(even))), Reach::Foreign));
+    let request = |ticket, peer| {
+        let (nonce, peer_nonce) = ([1; 16], [2; 16]);
+        let between = between(peer);
+        Message::Key(KeyRequest { ticket, role: Role::Opener, epoch: Some(2), between, nonce, peer_nonce })
+    };
+    let keys = Keys { epoch: 2, keys: [5; 2 * KEY] };
+    assert!(matches!(ask(&own, request(8, even)), Some(Heard::Keys(8, Ok(got))) if got == keys));
+    assert!(matches!(ask(&own, request(9, odd)), Some(Heard::Keys(9, Err(Reach::Clear)))));
+    assert!(matches!(ask(&foreign, request(10, even)), Some(Heard::Keys(10, Err(Reach::Foreign)))));
+    // An answer is nothing that a process says.
+    assert!(own.say(Message::Reached(even, Reach::Clear)));
+    turn(&mut host);
+    assert!(own.receive().is_err());
 }

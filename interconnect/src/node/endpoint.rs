@@ -10,6 +10,7 @@ use super::pages::Pages;
 use super::socket::{datagram_to, wait_readable};
 use super::{Attachment, Error, Inner, Shared};
 use crate::proto::{Access, Completion, Engine, Key, Match, Outgoing, Peer, PostError, Receive, Seen, Span};
+use crate::seal::OVERHEAD;
 
 /// How long `wait` polls before it sleeps.
 const SPIN_NS: u64 = 50_000;
@@ -52,6 +53,8 @@ impl Endpoint {
         if !inner.engine.has_datagram(peer.address) {
             // Without a route the default size is as good as any: the peer is later reported as unreachable.
             let datagram = datagram_to(peer.address).unwrap_or(inner.engine.config().datagram_max);
+            let is_sealed = inner.seal.is_sealed(peer.address);
+            let datagram = if is_sealed { datagram - OVERHEAD } else { datagram };
             inner.engine.set_datagram(peer.address, datagram);
         }
         let Inner { engine, local, .. } = &mut *inner;

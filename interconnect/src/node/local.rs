@@ -23,11 +23,14 @@ use crate::closer::close_or_leak;
 use crate::meeting::{Guest, Heard, RINGS_OF_PROCESS_MAX, Token};
 use crate::proto::{Departure, Engine, Key, Outgoing, Peer, Shape, Span};
 use crate::ring::{Bell, Ring, Silent, View, WINDOW_BYTES, Word};
+use crate::seal::Sealing;
 
 /// Pause between two attempts to reach the daemon, which may not be there.
 const CONNECT_EVERY_NS: u64 = 500_000_000;
 /// Interval at which the daemon's messages are read while the process is busy.
 const HEAR_EVERY_NS: u64 = 1_000_000;
+/// The same while an answer about a peer is awaited.
+const HEAR_SOON_NS: u64 = 5_000;
 /// Interval at which the bells of busy rings are checked for the end of the peer.
 const LISTEN_EVERY_NS: u64 = 10_000_000;
 /// Interval at which the socket is read while rings are in use: reading it costs a system call.
@@ -50,12 +53,15 @@ pub enum Attachment {
     SameHost,
     /// By the engine and the UDP socket of this host's daemon.
     Daemon,
+    /// By the UDP socket, sealed.
+    Sealed,
 }
 
 impl std::fmt::Display for Attachment {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
             Attachment::Udp => "udp",
+            Attachment::Sealed => "sealed",
             Attachment::SameHost => "same-host",
             Attachment::Daemon => "daemon",
         })
@@ -135,10 +141,15 @@ pub(super) struct Local {
 }
 
 impl Local {
-    pub(super) fn new(meeting: Option<String>, socket: BorrowedFd<'_>) -> io::Result<Self> {
+    /// Connects to the daemon, so that the first packet is not sent in clear text by mistake.
+    pub(super) fn new(
+        meeting: Option<String>,
+        socket: BorrowedFd<'_>,
+        seal: &mut Sealing,
+    ) -> io::Result<Self> {
         let inbox = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         watch(&inbox, socket)?;
-        Ok(Self {
+        let mut local = Self {
             meeting,
             guest: None,
             connect_at: 0,
@@ -151,7 +162,9 @@ impl Local {
             inbox,
             closed: 0,
             counters: RingCounters::default(),
-        })
+        };
+        local.connect(0, seal);
+        Ok(local)
     }
 
     /// Descriptor that is readable when packets arrive.
@@ -287,7 +300,7 @@ impl Local {
     }
 
     /// Reaches for the daemon, hears its messages, and ends rings whose peer or channel has gone.
-    pub(super) fn tend(&mut self, engine: &mut Engine, now: u64) {
+    pub(super) fn tend(&mut self, engine: &mut Engine, seal: &mut Sealing, now: u64) {
         if self.closed != engine.closed() {
             self.closed = engine.closed();
             for place in (0..self.rings.len()).rev() {
@@ -296,10 +309,10 @@ impl Local {
                 }
             }
         }
-        if now >= self.hear_at {
+        if now >= self.hear_at || seal.is_waiting() && now + HEAR_EVERY_NS >= self.hear_at + HEAR_SOON_NS {
             self.hear_at = now + HEAR_EVERY_NS;
-            self.connect(now);
-            self.hear(engine, now);
+            self.connect(now, seal);
+            self.hear(engine, seal, now);
         }
         if now >= self.listen_at {
             self.listen_at = now + LISTEN_EVERY_NS;
@@ -341,20 +354,41 @@ impl Local {
         matches!(asked, Some((_, Asked::Mapped(view))) if view.write(0, bytes))
     }
 
-    fn connect(&mut self, now: u64) {
+    fn connect(&mut self, now: u64, seal: &mut Sealing) {
         if self.guest.is_some() || now < self.connect_at {
             return;
         }
         self.connect_at = now + CONNECT_EVERY_NS;
-        let guest = self.meeting.as_deref().and_then(|name| Guest::connect(name).ok());
+        let guest = match self.meeting.as_deref().map(Guest::connect) {
+            // It is there, and too busy for another process.
+            Some(Err(error)) if error.kind() == io::ErrorKind::WouldBlock => {
+                seal.connected();
+                None
+            }
+            guest => guest.and_then(Result::ok),
+        };
         self.guest = guest.filter(|guest| watch(&self.inbox, guest.descriptor()).is_ok());
+        if self.guest.is_some() {
+            seal.connected();
+        }
     }
 
-    fn hear(&mut self, engine: &mut Engine, now: u64) {
+    /// Passes on the questions about peers.
+    pub(super) fn ask(&mut self, seal: &mut Sealing) {
+        while let Some(ask) = seal.next_ask() {
+            if !self.guest.as_ref().is_some_and(|guest| guest.say(ask)) {
+                return seal.unheard();
+            }
+        }
+    }
+
+    fn hear(&mut self, engine: &mut Engine, seal: &mut Sealing, now: u64) {
         while let Some(guest) = &self.guest {
             match guest.receive() {
                 Ok(Some(Heard::Named(name))) => engine.set_name(Some(name)),
                 Ok(Some(Heard::Absent(secret))) => self.pending.retain(|(own, _)| *own != secret),
+                Ok(Some(Heard::Reached(peer, reach))) => seal.reached(now, peer, reach),
+                Ok(Some(Heard::Keys(ticket, answer))) => seal.keys(now, ticket, answer),
                 // Answers to what only a node without an engine asks.
                 Ok(Some(Heard::Attached { .. } | Heard::Declined(_))) => {}
                 Ok(Some(Heard::Ring { side, secret, memory, bell })) => {
@@ -375,6 +409,7 @@ impl Local {
                     self.guest = None;
                     self.connect_at = now + CONNECT_EVERY_NS;
                     self.pending.clear();
+                    seal.disconnected();
                     engine.set_name(None);
                     (0..self.rings.len()).rev().for_each(|place| self.finish(engine, now, place));
                 }

@@ -1,5 +1,5 @@
 //! The process engine: runs the protocol inside the application over a UDP socket, and through shared memory with processes of the same
-//! host (`local.rs`).
+//! host (`local.rs`). Packets to peers behind sealed links are sealed on their way to the socket ([`crate::seal`]).
 //!
 //! Each call that polls or waits makes progress: it receives packets, lets the engine send, and takes completions. If the
 //! application has not called for some milliseconds, a library thread makes progress instead, so that peers get answers while
@@ -30,12 +30,13 @@ use parking_lot::Mutex;
 use crate::meeting;
 use crate::proto::{Config, Counters, Engine, Peer, PostError};
 use crate::random::random;
+use crate::seal::{OVERHEAD, SealCounters, Sealing, Way};
 pub use endpoint::Endpoint;
 use local::Local;
 pub use local::{Attachment, RingCounters};
 use notice::{Event, Notice};
 use pages::Pages;
-use socket::{Socket, segments, wait_readable};
+use socket::{Socket, datagram_to, segments_mut, wait_readable};
 
 /// Maximum number of datagrams received before the engine sends.
 const RECEIVES_MAX: usize = 16;
@@ -45,6 +46,8 @@ const LOOK: Duration = Duration::from_millis(5);
 const MEETING_VARIABLE: &str = "VNET_RDMA_MEETING";
 /// Environment variable that says who runs the engine.
 const ATTACHMENT_VARIABLE: &str = "VNET_RDMA_ATTACHMENT";
+/// Environment variable that allows clear text to peers behind sealed links.
+const SEAL_VARIABLE: &str = "VNET_RDMA_SEAL";
 /// How often a thread takes packets from rings before it wakes the threads that sleep, instead of arming the rings for them.
 const REARMS_MAX: u32 = 4;
 /// How long closing a node waits for acknowledgements.
@@ -79,6 +82,9 @@ pub enum Error {
     /// There is no such attachment.
     #[error("VNET_RDMA_ATTACHMENT is '{0}', but must be process or daemon")]
     Attachment(String),
+    /// Sealing is either on or off.
+    #[error("VNET_RDMA_SEAL is '{0}', but must be auto or off")]
+    Seal(String),
 }
 
 /// Options for opening a node.
@@ -95,6 +101,8 @@ pub struct Options {
     pub meeting: Option<String>,
     /// Who runs the protocol: `process` (the default), or `daemon`, the daemon of this host.
     pub attachment: Option<String>,
+    /// `auto` (the default) seals packets to peers behind sealed links; `off` sends and takes clear text.
+    pub seal: Option<String>,
 }
 
 impl Default for Options {
@@ -102,8 +110,9 @@ impl Default for Options {
         let config = Config { datagram_max: 65_507, receive_budget: 0, ..Config::default() };
         let meeting = std::env::var(MEETING_VARIABLE).unwrap_or_else(|_| meeting::SOCKET.into());
         let meeting = Some(meeting).filter(|name| !name.is_empty());
-        let attachment = std::env::var(ATTACHMENT_VARIABLE).ok().filter(|name| !name.is_empty());
-        Self { bind: (Ipv4Addr::UNSPECIFIED, 0).into(), config, has_thread: true, meeting, attachment }
+        let set = |variable| std::env::var(variable).ok().filter(|value| !value.is_empty());
+        let (attachment, seal) = (set(ATTACHMENT_VARIABLE), set(SEAL_VARIABLE));
+        Self { bind: (Ipv4Addr::UNSPECIFIED, 0).into(), config, has_thread: true, meeting, attachment, seal }
     }
 }
 
@@ -111,6 +120,7 @@ struct Inner {
     engine: Engine,
     socket: Socket,
     local: Local,
+    seal: Sealing,
     /// Memory of the regions, which the node frees when it is dropped.
     kept: Vec<Arc<Pages>>,
     /// By endpoint number. Created when a thread first sleeps on the endpoint, or requests its descriptor.
@@ -119,7 +129,23 @@ struct Inner {
 
 impl Inner {
     fn attachment(&self, address: SocketAddr) -> Attachment {
-        if self.engine.is_local(address) { Attachment::SameHost } else { Attachment::Udp }
+        match address {
+            _ if self.engine.is_local(address) => Attachment::SameHost,
+            _ if self.seal.is_sealed(address) => Attachment::Sealed,
+            _ => Attachment::Udp,
+        }
+    }
+
+    /// Has peers with a new session greeted at once, and leaves room for what sealing adds to packets.
+    fn settle_sessions(&mut self) {
+        while let Some(address) = self.seal.next_ready() {
+            let datagram = datagram_to(address).unwrap_or(self.engine.config().datagram_max);
+            self.engine.limit_datagram(address, datagram - OVERHEAD);
+            self.engine.greet_again(address);
+        }
+        while let Some(note) = self.seal.next_note() {
+            eprintln!("vnet-rdma: {note}");
+        }
     }
 
     fn notice(&mut self, endpoint: u16) -> Option<&mut Notice> {
@@ -180,13 +206,17 @@ impl Shared {
         let mut arrived = self.receive_local(inner, now);
         let receives = if inner.local.is_socket_turn(now) { RECEIVES_MAX } else { 0 };
         for _ in 0..receives {
-            let Some(received) = inner.socket.receive() else { break };
+            let Some(mut received) = inner.socket.receive() else { break };
             arrived = true;
-            for packet in segments(&received) {
-                inner.engine.receive(now, received.from, packet, received.congestion);
+            let (from, congestion) = (received.from, received.congestion);
+            for packet in segments_mut(&mut received) {
+                if let Some(packet) = inner.seal.arrive(now, from, packet) {
+                    inner.engine.receive(now, from, packet, congestion);
+                }
             }
         }
-        inner.local.tend(&mut inner.engine, now);
+        inner.local.tend(&mut inner.engine, &mut inner.seal, now);
+        inner.settle_sessions();
         inner.engine.tick(now);
         self.send(inner);
         arrived
@@ -215,12 +245,21 @@ impl Shared {
         let now = self.now();
         let mut sent = false;
         while let Some(packet) = inner.engine.depart(now) {
-            if !inner.local.send(&mut inner.engine, &packet) {
-                inner.socket.send(packet);
-            }
             sent = true;
+            if inner.local.send(&mut inner.engine, &packet) {
+                continue;
+            }
+            match inner.seal.depart(now, packet.to, packet.header.as_bytes(), packet.payload) {
+                Way::Clear => inner.socket.send(packet),
+                Way::Sealed(session) => inner.socket.send_sealed(&packet, session),
+                Way::Held => {}
+            }
         }
         inner.socket.flush();
+        while let Some((to, packet)) = inner.seal.next_packet() {
+            inner.socket.send_alone(to, &packet);
+        }
+        inner.local.ask(&mut inner.seal);
         if sent {
             self.rouse(inner);
         }
@@ -302,10 +341,16 @@ impl Node {
         if config.receive_budget == 0 {
             config.receive_budget = socket.receive_room().clamp(64 << 10, 4 << 20);
         }
-        let local = Local::new(options.meeting.clone(), socket.as_fd()).map_err(refused)?;
+        let is_off = match options.seal.as_deref() {
+            None | Some("auto") => false,
+            Some("off") => true,
+            Some(other) => return Err(Error::Seal(other.into())),
+        };
+        let mut seal = Sealing::new(address, is_off, random().map_err(refused)?);
+        let local = Local::new(options.meeting.clone(), socket.as_fd(), &mut seal).map_err(refused)?;
         let epoch = SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |since| since.as_nanos() as u64);
         let engine = Engine::new(config, epoch, random().map_err(refused)?);
-        let inner = Inner { engine, socket, local, kept: vec![], notices: vec![] };
+        let inner = Inner { engine, socket, local, seal, kept: vec![], notices: vec![] };
         let shared = Arc::new(Shared {
             descriptor: inner.local.inbox(),
             inner: Mutex::new(inner),
@@ -338,6 +383,11 @@ impl Node {
     /// Returns the counters of the rings to processes of this host.
     pub fn ring_counters(&self) -> RingCounters {
         self.shared.inner.lock().local.counters()
+    }
+
+    /// Returns the counters of sealing.
+    pub fn seal_counters(&self) -> SealCounters {
+        self.shared.inner.lock().seal.counters()
     }
 
     /// Opens the endpoint with this number, or with the first free number.
@@ -384,5 +434,7 @@ pub fn resolve(name: &str) -> Result<Peer, Error> {
     Ok(Peer { address, endpoint })
 }
 
+#[cfg(test)]
+mod sealed_tests;
 #[cfg(test)]
 mod tests;

@@ -7,6 +7,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::ptr;
 
 use crate::proto::Departure;
+use crate::seal::{OVERHEAD, Session};
 
 /// Maximum number of packets per system call: `UDP_MAX_SEGMENTS` of older kernels.
 const TRAIN_PACKETS_MAX: usize = 64;
@@ -37,7 +38,7 @@ pub(crate) struct Socket {
 /// A received datagram, or several coalesced datagrams of one sender and one size.
 pub(crate) struct Received<'a> {
     pub(crate) from: SocketAddr,
-    pub(super) bytes: &'a [u8],
+    pub(super) bytes: &'a mut [u8],
     /// Size of each packet except the last.
     pub(super) segment: usize,
     pub(crate) congestion: bool,
@@ -46,6 +47,8 @@ pub(crate) struct Received<'a> {
 struct Train {
     to: Option<SocketAddr>,
     packets: Vec<Departure>,
+    /// Sealed packets, in place of `packets`.
+    sealed: Vec<u8>,
     segment: usize,
     bytes: usize,
     /// The train ended with a packet shorter than its segment size, so no packet may be appended.
@@ -76,7 +79,8 @@ impl Socket {
             let _ = set(fd, libc::IPPROTO_IPV6, libc::IPV6_RECVTCLASS, 1);
             let _ = set(fd, libc::IPPROTO_IPV6, libc::IPV6_TCLASS, ECN_CAPABLE);
         }
-        let train = Train { to: None, packets: vec![], segment: 0, bytes: 0, is_closed: false };
+        let train =
+            Train { to: None, packets: vec![], sealed: vec![], segment: 0, bytes: 0, is_closed: false };
         Ok(Self { socket, buffer: vec![0; RECEIVE_BYTES], train, refused: 0 })
     }
 
@@ -142,48 +146,78 @@ impl Socket {
             }
         }
         let from = from_raw(&name)?;
-        Some(Received { from, bytes: &self.buffer[..len], segment: segment.max(1), congestion })
+        Some(Received { from, bytes: &mut self.buffer[..len], segment: segment.max(1), congestion })
     }
 
     /// Queues a packet. Sends the queued packets first if this packet does not fit into their train. `flush` sends the rest.
     pub(crate) fn send(&mut self, packet: Departure) {
         let bytes = packet.header.as_bytes().len() + packet.payload.len();
+        self.make_room(packet.to, bytes, self.train.sealed.is_empty());
+        self.train.packets.push(packet);
+    }
+
+    /// Like `send`, but seals the packet.
+    pub(super) fn send_sealed(&mut self, packet: &Departure, session: &mut Session) {
+        let header = packet.header.as_bytes();
+        let bytes = header.len() + packet.payload.len() + OVERHEAD;
+        self.make_room(packet.to, bytes, self.train.packets.is_empty());
+        session.seal(&mut self.train.sealed, header, packet.payload);
+    }
+
+    /// Sends the train unless a packet of this size joins it.
+    fn make_room(&mut self, to: SocketAddr, bytes: usize, is_same_kind: bool) {
         let train = &self.train;
-        let fits = train.to == Some(packet.to)
+        let fits = train.to == Some(to)
+            && is_same_kind
             && !train.is_closed
             && bytes <= train.segment
             && train.bytes + bytes <= TRAIN_BYTES_MAX
-            && train.packets.len() < TRAIN_PACKETS_MAX;
+            && train.bytes < train.segment * TRAIN_PACKETS_MAX;
         if !fits {
             self.flush();
-            self.train.to = Some(packet.to);
+            self.train.to = Some(to);
             self.train.segment = bytes;
         }
         let train = &mut self.train;
         train.bytes += bytes;
         train.is_closed = bytes < train.segment;
-        train.packets.push(packet);
+    }
+
+    /// Sends a packet that joins no train.
+    pub(super) fn send_alone(&mut self, to: SocketAddr, packet: &[u8]) {
+        self.refused += u64::from(self.socket.send_to(packet, to).is_err());
     }
 
     /// Sends the queued packets. A packet that the kernel refuses counts as lost in the network.
     pub(crate) fn flush(&mut self) {
         let Some(to) = self.train.to.take() else { return };
-        let packets = std::mem::take(&mut self.train.packets);
-        let segment = if packets.len() > 1 { self.train.segment } else { 0 };
-        if let Err(error) = transmit(self.socket.as_raw_fd(), to, &packets, segment) {
+        let mut packets = std::mem::take(&mut self.train.packets);
+        let mut sealed = std::mem::take(&mut self.train.sealed);
+        let fd = self.socket.as_raw_fd();
+        let is_train = self.train.bytes > self.train.segment;
+        let segment = if is_train { self.train.segment } else { 0 };
+        let sent = if sealed.is_empty() {
+            transmit(fd, to, &packets, segment)
+        } else {
+            transmit_sealed(fd, to, &sealed, segment)
+        };
+        if let Err(error) = sent {
             // The path MTU is smaller than the packets, or the device cannot segment: send each packet alone and let the kernel
             // fragment it.
             let narrow = [libc::EMSGSIZE, libc::EINVAL, libc::EIO].map(Some).contains(&error.raw_os_error());
+            let again = narrow && is_train;
             for packet in &packets {
-                let again = narrow && segment > 0;
-                let sent =
-                    again && transmit(self.socket.as_raw_fd(), to, std::slice::from_ref(packet), 0).is_ok();
+                let sent = again && transmit(fd, to, std::slice::from_ref(packet), 0).is_ok();
+                self.refused += u64::from(!sent);
+            }
+            for packet in sealed.chunks(self.train.segment) {
+                let sent = again && transmit_sealed(fd, to, packet, 0).is_ok();
                 self.refused += u64::from(!sent);
             }
         }
-        let mut packets = packets;
         packets.clear();
-        self.train = Train { to: None, packets, segment: 0, bytes: 0, is_closed: false };
+        sealed.clear();
+        self.train = Train { to: None, packets, sealed, segment: 0, bytes: 0, is_closed: false };
     }
 }
 
@@ -206,6 +240,16 @@ fn transmit(fd: RawFd, to: SocketAddr, packets: &[Departure], segment: usize) ->
             used += 1;
         }
     }
+    send_message(fd, to, &mut vectors[..used], segment)
+}
+
+fn transmit_sealed(fd: RawFd, to: SocketAddr, packets: &[u8], segment: usize) -> io::Result<()> {
+    let start = packets.as_ptr().cast_mut().cast();
+    send_message(fd, to, &mut [libc::iovec { iov_base: start, iov_len: packets.len() }], segment)
+}
+
+/// Sends the bytes of `vectors`, which the caller keeps valid during the call.
+fn send_message(fd: RawFd, to: SocketAddr, vectors: &mut [libc::iovec], segment: usize) -> io::Result<()> {
     let (mut name, len) = to_raw(to);
     // SAFETY: a plain C structure, for which zero bytes are valid.
     let mut message = unsafe { zeroed::<libc::msghdr>() };
@@ -213,7 +257,7 @@ fn transmit(fd: RawFd, to: SocketAddr, packets: &[Departure], segment: usize) ->
     message.msg_name = ptr::from_mut(&mut name).cast();
     message.msg_namelen = len;
     message.msg_iov = vectors.as_mut_ptr();
-    message.msg_iovlen = used;
+    message.msg_iovlen = vectors.len();
     if segment > 0 {
         message.msg_control = control.0.as_mut_ptr().cast();
         // SAFETY: CMSG_LEN and CMSG_SPACE only compute lengths.
@@ -227,8 +271,8 @@ fn transmit(fd: RawFd, to: SocketAddr, packets: &[Departure], segment: usize) ->
             libc::CMSG_DATA(header).cast::<u16>().write_unaligned(segment as u16);
         }
     }
-    // SAFETY: name, control buffer and vectors outlive the call; headers are in `packets`, and payloads are spans whose
-    // creators guarantee valid memory. Only the kernel reads them, so an unmapped payload makes the call fail.
+    // SAFETY: name, control buffer and vectors outlive the call; the vectors name headers and sealed packets of the caller, and payloads,
+    // which are spans whose creators guarantee valid memory. Only the kernel reads them, so an unmapped payload makes the call fail.
     let sent = unsafe { libc::sendmsg(fd, &message, 0) };
     if sent >= 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
@@ -329,7 +373,12 @@ pub(crate) fn wait_readable(descriptors: &[RawFd], timeout_ns: Option<u64>) {
     unsafe { libc::ppoll(polled.as_mut_ptr(), polled.len() as libc::nfds_t, time, ptr::null()) };
 }
 
+/// Splits a received datagram into the packets that the kernel coalesced, which may be decrypted in place.
+pub(super) fn segments_mut<'a>(received: &'a mut Received<'_>) -> impl Iterator<Item = &'a mut [u8]> {
+    received.bytes.chunks_mut(received.segment)
+}
+
 /// Splits a received datagram into the packets that the kernel coalesced.
-pub(crate) fn segments<'a>(received: &Received<'a>) -> impl Iterator<Item = &'a [u8]> {
+pub(crate) fn segments<'a>(received: &'a Received<'_>) -> impl Iterator<Item = &'a [u8]> {
     received.bytes.chunks(received.segment)
 }

@@ -8,8 +8,8 @@ use crate::meeting::{Host, Place, Stopper, listen};
 use crate::proto::{Access, Completion, Kind, Match, Receive, Status};
 use crate::{Endpoint, Node, Region};
 
-const BOTH: Access = Access { read: true, write: true };
-const LEN: usize = 3 << 20;
+pub(super) const BOTH: Access = Access { read: true, write: true };
+pub(super) const LEN: usize = 3 << 20;
 
 /// A daemon in a thread.
 struct Daemon {
@@ -48,7 +48,7 @@ impl Drop for Daemon {
 }
 
 /// A name for a daemon's socket that no other test has.
-fn unique() -> String {
+pub(super) fn unique() -> String {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     format!("vnet-test-node-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed))
 }
@@ -62,7 +62,7 @@ fn node(meeting: &str) -> (Node, Endpoint, Peer) {
     (node, endpoint, peer)
 }
 
-fn wait(endpoint: &Endpoint, kind: Kind) -> Completion {
+pub(super) fn wait(endpoint: &Endpoint, kind: Kind) -> Completion {
     let end = Instant::now() + Duration::from_secs(60);
     while Instant::now() < end {
         if let Some(completion) = endpoint.wait(Some(Duration::from_secs(1))).filter(|c| c.kind == kind) {

@@ -340,6 +340,25 @@ impl Engine {
         self.datagrams.insert(address, bytes);
     }
 
+    /// Lowers the maximum datagram size for peers at this address, also of an open channel.
+    pub fn limit_datagram(&mut self, address: SocketAddr, bytes: usize) {
+        self.set_datagram(address, bytes);
+        let bytes = self.datagrams.get(&address).copied().unwrap_or(bytes);
+        let channel = self.addresses.get(&address).copied().and_then(|number| self.channels.get_mut(number));
+        if let Some(channel) = channel {
+            channel.datagram = channel.datagram.min(bytes);
+        }
+    }
+
+    /// Repeats HELLO at once, because the one before was not sent.
+    pub fn greet_again(&mut self, address: SocketAddr) {
+        let Some(number) = self.addresses.get(&address).copied() else { return };
+        if let Some(channel) = self.channels.get_mut(number).filter(|channel| channel.peer.is_none()) {
+            channel.hello_at = 0;
+            self.make_ready(number);
+        }
+    }
+
     /// Whether the maximum datagram size for peers at this address has been set.
     pub fn has_datagram(&self, address: SocketAddr) -> bool {
         self.datagrams.contains_key(&address)
