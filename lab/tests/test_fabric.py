@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from checks import metrics
 from conftest import PROGRAMS, MakeLab
+from rdma_perf import measured, perf_server
 from sealed_links import hang_up, underlay_capture
 
 from vnetlab import daemon, machine, process
@@ -86,32 +87,17 @@ def test_wireshark_shows_packets_inside_the_links_datagrams(lab: Topology, tmp_p
     assert any(far.address in line for line in lines), "addresses of the overlay, inside"
 
 
-def measured(lab: Topology, near: str, far: str, *prefix: str, seconds: str = "0.2") -> dict[str, str]:
-    """The figures of vnet-rdma-perf between two containers."""
-    with perf_server(lab.find(far)) as name:
-        words = [*prefix, "vnet-rdma-perf", "client", name, "1048576", seconds]
-        words = machine.execute(lab.find(near), *words, timeout_s=120).split()
-        return dict(zip(words[::2], words[1::2], strict=True))
-
-
-@contextmanager
-def perf_server(node: Node, *prefix: str) -> Iterator[str]:
-    """Serves one client; yields the endpoint's name."""
-    words = ["timeout", "120", *prefix, "vnet-rdma-perf", "server", f"{node.address}:7000", "once"]
-    words = machine.namespace_command(node, words)
-    with subprocess.Popen(words, env=machine.environment(node), stdout=subprocess.PIPE, text=True) as server:
-        yield server.stdout.readline().strip()
-        assert server.wait(60) == 0
-
-
 def test_containers_of_one_host_use_shared_memory_by_themselves(lab: Topology):
     """Nothing is locked in memory, so a limit of 8 MiB is no obstacle."""
     frames = daemon.ask(lab.hosts[0], "stats")["balance"]["in"]
-    assert measured(lab, "h1c1", "h1c2", "prlimit", "--memlock=8388608:8388608")["attachment"] == "same-host"
+    assert (
+        measured(lab.find("h1c1"), lab.find("h1c2"), "prlimit", "--memlock=8388608:8388608")["attachment"]
+        == "same-host"
+    )
     # A write of 1 MiB would take 16 super-frames.
     assert daemon.ask(lab.hosts[0], "stats")["balance"]["in"] - frames < 1000
-    assert measured(lab, "h1c1", "h1c2", "env", "VNET_RDMA_MEETING=")["attachment"] == "udp"
-    assert measured(lab, "h1c1", "h2c1")["attachment"] == "udp", "another host has another daemon"
+    assert measured(lab.find("h1c1"), lab.find("h1c2"), "env", "VNET_RDMA_MEETING=")["attachment"] == "udp"
+    assert measured(lab.find("h1c1"), lab.find("h2c1"))["attachment"] == "udp", "another host has another daemon"
 
 
 def test_applications_outlive_a_killed_vnetd(lab: Topology):
@@ -145,7 +131,7 @@ def test_vnetd_runs_the_engine_where_the_network_allows_it(lab: Topology):
         lambda: "daemon_engine" not in machine.attempt(near, "timeout", "1", *client, unreachable, "1", "0.1")[1],
         60,
     )
-    assert measured(lab, "h1c1", "h2c1", *by_daemon)["attachment"] == "daemon"
+    assert measured(lab.find("h1c1"), lab.find("h2c1"), *by_daemon)["attachment"] == "daemon"
     with perf_server(near, *by_daemon) as name:
         machine.execute(far, "vnet-rdma-perf", "client", name, "1048576", "0.2", timeout_s=120)
     assert rdma_metric(host, near, "out_bytes_total") > 1 << 20

@@ -5,6 +5,7 @@ import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from checks import (
@@ -21,11 +22,17 @@ from checks import (
     wait_for_state,
 )
 from conftest import MakeLab
-from sealed_links import assert_hidden, hang_up
+from rdma_perf import measured, perf_server
+from sealed_links import assert_hidden, hang_up, underlay_capture
 
 from vnetlab import daemon, lab, machine, process
+from vnetlab.daemon import REPOSITORY
 from vnetlab.run import LabError, run, wait_until
 from vnetlab.topology import Topology
+
+DISSECTOR = REPOSITORY / "wireshark" / "vnet.lua"
+FROM_PROGRAM = "udp.port == 7000 && !icmp"
+"""What programs of the interconnect send, without what the kernel answers to a closed port."""
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +73,44 @@ def test_rekeying_under_traffic_loses_no_frame(topology: Topology):
             time.sleep(0.6)
     assert ages != sorted(ages), f"no rekey: {ages}"
     assert max(ages) <= 4
+
+
+def test_applications_seal_what_they_exchange(topology: Topology, tmp_path: Path):
+    """Across a sealed link the interconnect shows nothing inside the overlay, either. The link rekeys meanwhile."""
+    near, far = topology.find("h1c1"), topology.find("h2c1")
+    wait_for_path(near, far.address)
+    with underlay_capture(topology.hosts[0]) as outside, underlay_capture(near) as inside:
+        figures = measured(near, far, seconds="5,0.01", size=16_384)
+    assert figures["attachment"] == "sealed"
+    files = [tmp_path / "outside.pcap", tmp_path / "inside.pcap"]
+    for file, seen in zip(files, (outside, inside), strict=True):
+        file.write_bytes(seen[0])
+        # The program writes zeros.
+        assert bytes(64) not in seen[0], file.name
+    # Wireshark has another protocol for this port.
+    words = ["tshark", "-X", f"lua_script:{DISSECTOR}", "-d", "udp.port==7000,vnet_rdma", "-r", str(files[1])]
+    words += ["-Y", FROM_PROGRAM, "-T", "fields"]
+    fields = ["-e", "udp.payload", "-e", "vnet_rdma.kind", "-e", "vnet_rdma.seal.kind", "-e", "vnet_rdma.seal.number"]
+    lines = [line.split("\t") for line in run([*words, *fields]).splitlines()]
+    assert len(lines) > 1000
+    assert {payload[0] for payload, *_ in lines} == {"2"}, "every packet is one of sealing"
+    assert {kind for _, kind, *_ in lines} == {""}, "none is in clear text"
+    assert {kind for *_, kind, _ in lines} == {"0", "1", "2"}, "encrypted packets, and one handshake"
+    assert sum(kind == "2" for *_, kind, _ in lines) < 4, "the link's rekeying does not end sessions"
+
+
+def test_applications_that_want_clear_text_get_it_only_from_each_other(topology: Topology):
+    near, far = topology.find("h1c1"), topology.find("h2c1")
+    wait_for_path(near, far.address)
+    off = ("env", "VNET_RDMA_SEAL=off")
+    with perf_server(far, *off) as name:
+        words = machine.execute(near, *off, "vnet-rdma-perf", "client", name, "8", "0.1", timeout_s=120)
+        assert "attachment udp" in words
+    with perf_server(far) as name:
+        code, text = machine.attempt(near, *off, "vnet-rdma-perf", "client", name, "8", "0.1")
+        assert code != 0
+        assert f"{far.address}:7000 takes only sealed packets: unset VNET_RDMA_SEAL" in text
+        machine.execute(near, "vnet-rdma-perf", "client", name, "8", "0.1", timeout_s=120)
 
 
 def test_certificates_are_replaced_under_traffic(topology: Topology):

@@ -20,6 +20,7 @@ mod rdma_engine;
 mod reference;
 mod remote;
 mod script;
+mod sealing;
 mod serve;
 mod shared;
 mod tls;

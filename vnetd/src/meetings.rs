@@ -14,6 +14,7 @@ use vnet_control::desired::{Attachment, Desired};
 use vnet_rdma::meeting::{self, Host, Place, Stopper};
 
 use crate::rdma_engine::{self, RdmaEngine};
+use crate::sealing::KeyKeeper;
 use crate::shared::Shared;
 
 /// Interval at which the configuration and the namespaces are looked at.
@@ -39,6 +40,7 @@ impl Running {
 pub fn start(shared: &Shared, engine: &RdmaEngine) -> io::Result<Running> {
     let mut host = Host::new()?;
     engine.serve(&mut host);
+    host.seal(Box::new(KeyKeeper::new(shared)));
     let stopper = host.stopper();
     let (shared, engine) = (shared.clone(), engine.clone());
     let thread =

@@ -16,7 +16,7 @@ from pathlib import Path
 from vnetlab import daemon, machine, process
 from vnetlab.bench import mpi, sockets, usage, vhost, workload
 from vnetlab.bench.case import LAB, Case, Options, Turn, told, turn_of
-from vnetlab.bench.contenders import TAP, VNET, Bare, Contender, Ends, Vnet, VxlanContainers, VxlanDevice
+from vnetlab.bench.contenders import SEALED, TAP, VNET, Bare, Contender, Ends, Vnet, VxlanContainers, VxlanDevice
 from vnetlab.bench.result import Conditions, Sample
 from vnetlab.run import LabError, wait_until
 from vnetlab.topology import Kind, Node, Settings, Topology
@@ -112,6 +112,11 @@ def writes(ends: Ends, seconds: float, size: int = LARGE_BYTES, before: Sequence
     return sample
 
 
+def clear_writes(ends: Ends, seconds: float) -> Sample:
+    """Writes across a sealed link that the interconnect does not seal itself."""
+    return writes(ends, seconds, before=("env", "VNET_RDMA_SEAL=off"))
+
+
 def datagrams(ends: Ends, seconds: float) -> Sample:
     """The same by plain UDP sockets, without a protocol, in datagrams of the interconnect's size."""
     messages = sockets.messages(ends, seconds, sockets.TUNNEL_BYTES)
@@ -141,6 +146,7 @@ def copies(ends: Ends, seconds: float) -> Sample:
 
 
 RDMA, UDP, OVER_TCP, MEMCPY = "interconnect", "UDP sockets", "TCP", "memcpy by shared memory"
+CLEAR = "interconnect in clear text"
 NATIVE = Bare()
 MPI_PATHS: tuple[Contender, ...] = (NATIVE, VxlanDevice(), VxlanContainers(), VNET, TAP)
 
@@ -168,6 +174,8 @@ def _writes(options: Options) -> list[Case]:
     """Writes between two hosts, against sockets on the same paths."""
     seconds = options.seconds(3)
     everybody = [By(RDMA, path, writes) for path in options.vnets or (VNET, NATIVE)]
+    # Without sealing by the engine, to see what that costs: the link seals either way.
+    everybody += [] if options.vnets else [By(RDMA, SEALED, writes), By(CLEAR, SEALED, clear_writes)]
     everybody += [By(UDP, VNET, datagrams), By(UDP, NATIVE, datagrams)]
     everybody += [By(OVER_TCP, path, tcp) for path in (NATIVE, VNET, TAP)]
     turns = [each.turn(seconds) for each in everybody]

@@ -1,0 +1,183 @@
+//! Keys for the interconnect's engine in containers: who asks, which sealed link leads to the peer, and what the keys are derived from.
+//!
+//! The container is known by the socket that it asks at. Its route and its neighbour's MAC address come from its network namespace; the way of its
+//! frames comes from the routing tables, as for `vnet trace`. Keys are derived from the link's exporter, the network, both addresses and ports, and
+//! both nonces, so the two daemons get the same keys only for the same pair of applications.
+
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::time::Duration;
+
+use vnet::frame::NetworkId;
+use vnet::interface::hop::{Hop, Next};
+use vnet::interface::tap::Netns;
+use vnet_control::desired::{Attachment, InterfaceSpec};
+use vnet_control::engine::Engine;
+use vnet_control::sealing::{Way, Wayfarer};
+use vnet_rdma::meeting::{KeyRequest, Keys, Place, Question, Reach, Role, Sealer};
+
+use crate::shared::Shared;
+
+/// How long a question waits while the engine is changed. The application asks again.
+const PATIENCE: Duration = Duration::from_millis(100);
+
+/// Answers the questions of applications.
+pub struct KeyKeeper {
+    shared: Shared,
+}
+
+/// A sealed link to a peer.
+struct Found {
+    link: String,
+    network: NetworkId,
+    source: IpAddr,
+}
+
+impl KeyKeeper {
+    pub fn new(shared: &Shared) -> KeyKeeper {
+        KeyKeeper { shared: shared.clone() }
+    }
+
+    fn with<T>(&self, task: impl FnOnce(&Engine) -> T) -> Option<T> {
+        self.shared.try_lock_for(PATIENCE)?.as_ref().map(task)
+    }
+
+    /// The sealed link by which packets of a place reach a peer.
+    fn find(&self, place: &Place, question: &Question) -> Result<Found, Reach> {
+        let netns = self.with(|engine| {
+            let is_sealed = engine.has_sealed_links(None);
+            is_sealed.then(|| {
+                let mut specs = engine.current().interfaces.iter().map(|item| &item.spec);
+                specs.find_map(|spec| {
+                    netns_of(spec).filter(|netns| netns.identity() == Some(place.id)).cloned()
+                })
+            })
+        });
+        let netns = match netns {
+            // The engine is being changed, or the container is being removed.
+            None | Some(Some(None)) => return Err(Reach::NotYet),
+            Some(None) => return Err(Reach::AllClear),
+            Some(Some(Some(netns))) => netns,
+        };
+        let Hop::Device { device, mac, source, next } = hop(&netns, place, question)? else {
+            return Err(Reach::Clear);
+        };
+        self.with(|engine| {
+            let mut specs = engine.current().interfaces.iter().map(|item| &item.spec);
+            let is_place = |own: &Netns| *own == netns || own.identity() == Some(place.id);
+            let is_it = |spec: &&InterfaceSpec| match &spec.attachment {
+                Attachment::Tap { device: own, netns } | Attachment::Veth { device: own, netns } => {
+                    (*own == device || spec.mac == Some(mac)) && netns.as_ref().is_some_and(is_place)
+                }
+                _ => false,
+            };
+            let sealed = |spec: &&InterfaceSpec| engine.has_sealed_links(Some(&[spec.network]));
+            // Others are no devices of vnet, or lead to no sealed link.
+            let spec = specs.find(is_it).filter(sealed).ok_or(Reach::Clear)?;
+            let to = match next {
+                Next::Destination(to) => to,
+                Next::Unknown => return Err(Reach::NotYet),
+                Next::Router => return Err(Reach::Router),
+            };
+            let network = spec.network;
+            match engine.way_of(&Wayfarer { interface: &spec.name, mac, source, to }) {
+                Way::Sealed(link) => Ok(Found { link, network, source }),
+                Way::Clear => Err(Reach::Clear),
+                Way::Stream => Err(Reach::Stream),
+                Way::Several => Err(Reach::Several),
+                Way::Foreign => Err(Reach::Foreign),
+                Way::Unknown => Err(Reach::NotYet),
+            }
+        })
+        .unwrap_or(Err(Reach::NotYet))
+    }
+}
+
+/// The first step of packets from a place to a peer.
+fn hop(netns: &Netns, place: &Place, question: &Question) -> Result<Hop, Reach> {
+    let found = match netns.hop(question.own.ip(), question.peer) {
+        // The name may stand for another namespace by now.
+        Ok((id, found)) if id == place.id => found,
+        Ok(_) | Err(_) => return Err(Reach::NotYet),
+    };
+    match found {
+        Ok(hop) => Ok(hop),
+        Err(error) if error.kind() == io::ErrorKind::AddrNotAvailable => Err(Reach::Foreign),
+        // Without a route nothing is sent.
+        Err(_) => Err(Reach::NotYet),
+    }
+}
+
+fn netns_of(spec: &InterfaceSpec) -> Option<&Netns> {
+    match &spec.attachment {
+        Attachment::Tap { netns, .. } | Attachment::Veth { netns, .. } => netns.as_ref(),
+        _ => None,
+    }
+}
+
+/// What keys are derived from besides the link's secret: network, addresses and nonces, those of the opener first.
+fn context(network: NetworkId, source: IpAddr, request: &KeyRequest) -> Vec<u8> {
+    let own = SocketAddr::new(source, request.between.own.port());
+    let mut ends = [(own, request.nonce), (request.between.peer, request.peer_nonce)];
+    if request.role == Role::Answerer {
+        ends.reverse();
+    }
+    let mut bytes = network.get().to_be_bytes().to_vec();
+    for (address, nonce) in ends {
+        let ip = match address.ip() {
+            IpAddr::V4(v4) => v4.to_ipv6_mapped(),
+            IpAddr::V6(v6) => v6,
+        };
+        bytes.extend_from_slice(&ip.octets());
+        bytes.extend_from_slice(&address.port().to_be_bytes());
+        bytes.extend_from_slice(&nonce);
+    }
+    bytes
+}
+
+impl Sealer for KeyKeeper {
+    fn reach(&mut self, place: &Place, question: &Question) -> Reach {
+        self.find(place, question).map_or_else(|reach| reach, |_| Reach::Sealed)
+    }
+
+    fn keys(&mut self, place: &Place, request: &KeyRequest) -> Result<Keys, Reach> {
+        let Found { link, network, source } = self.find(place, &request.between)?;
+        let context = context(network, source, request);
+        let opens = request.role == Role::Opener;
+        let derived = self.with(|engine| engine.application_keys(&link, request.epoch, opens, &context));
+        let (epoch, keys) = derived.flatten().ok_or(Reach::NotYet)?;
+        Ok(Keys { epoch, keys })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_sides_name_a_session_alike() {
+        let [a, b] =
+            ["10.77.1.1:7000", "10.77.2.1:7001"].map(|address| address.parse::<SocketAddr>().unwrap());
+        let any = "0.0.0.0:7000".parse().unwrap();
+        let request = |role, own, peer, nonce, peer_nonce| KeyRequest {
+            ticket: 1,
+            role,
+            epoch: None,
+            between: Question { own, peer },
+            nonce: [nonce; 16],
+            peer_nonce: [peer_nonce; 16],
+        };
+        let one = NetworkId::DEFAULT;
+        let opener = context(one, a.ip(), &request(Role::Opener, any, b, 1, 2));
+        assert_eq!(opener, context(one, b.ip(), &request(Role::Answerer, b, a, 2, 1)));
+        assert_eq!(opener.len(), 4 + 2 * (16 + 2 + 16));
+        for other in [
+            context(one, b.ip(), &request(Role::Opener, b, a, 2, 1)),
+            context(one, a.ip(), &request(Role::Opener, b, b, 1, 2)),
+            context(one, b.ip(), &request(Role::Answerer, b, a, 1, 2)),
+            context(NetworkId::new(2).unwrap(), a.ip(), &request(Role::Opener, any, b, 1, 2)),
+        ] {
+            assert_ne!(opener, other);
+        }
+    }
+}
