@@ -38,6 +38,9 @@ CHALLENGE_LATENCY = {"ping-pong": "pingpong_latency_us", "ring": "ring_latency_u
 _COPIES = "four copies per byte that the kernel avoids ([note](lab-notes/2026-11-20-container-tcp.md))"
 _FLOOR = "6 us above the minimal forwarder ([note](lab-notes/2026-11-22-round-trip-latency.md))"
 _EMULATED = "the emulated vCPUs leave at most 1.16x ([note](lab-notes/2026-11-22-virtual-machine-tcp.md))"
+_KERNEL = "[note](lab-notes/2026-11-23-kernel-path.md)"
+_HOP = f"a container's veth is one hop more than a device inside the container ({_KERNEL})"
+_SCATTER = f"the rounds' ranges overlap ({_KERNEL})"
 _GUESTS = "the emulated guests' own time ([note](lab-notes/2026-11-22-virtual-machine-latency.md))"
 
 
@@ -144,8 +147,8 @@ ONE_WAY, BOTH_WAYS = {"one way": "oneway_us"}, {"one way": "oneway_us", "both wa
 KERNEL_PATH: tuple[Bar | Worst, ...] = (
     Bar("TCP / VXLAN device", _tcp("none", 1500, VNET), 1.0, None, _tcp("none", 1500, DEVICE)),
     Bar("TCP / bridge and VXLAN", _tcp("none", 1500, VNET), 1.15, None, _tcp("none", 1500, VXLAN)),
-    Worst("Ping and TCP request / VXLAN device", _bounded(_round_trips(DEVICE), at_most=1.0)),
-    Worst("Ping and TCP request / bridge and VXLAN", _bounded(_round_trips(VXLAN), at_most=0.65)),
+    Worst("Ping and TCP request / VXLAN device", _bounded(_round_trips(DEVICE), at_most=1.0), _HOP),
+    Worst("Ping and TCP request / bridge and VXLAN", _bounded(_round_trips(VXLAN), at_most=0.65), _SCATTER),
     Bar("One host: TCP / bridge", _one_host(VNET, "tcp_bps"), 1.0, None, _one_host(BRIDGE.name, "tcp_bps")),
     Worst(
         "One host: ping and TCP request / bridge",
@@ -189,7 +192,13 @@ KERNEL_PATH: tuple[Bar | Worst, ...] = (
         "HPC Challenge on 1 and 10 Gbit/s, latencies over native",
         _bounded(_suite(NATIVE, CHALLENGE_LATENCY, WIRES, MTUS), at_most=2, apart=True),
     ),
-    Bar("TCP on 10 Gbit/s, MTU 9000 / native", _tcp("10g", 9000, VNET), 0.98, None, _tcp("10g", 9000, NATIVE)),
+    Bar(
+        "TCP on 10 Gbit/s, MTU 9000 / native",
+        _tcp("10g", 9000, VNET),
+        at_least=0.98,
+        base=_tcp("10g", 9000, NATIVE),
+        cause=_SCATTER,
+    ),
     Bar("TCP on 10 Gbit/s, MTU 1500 / native", _tcp("10g", 1500, VNET), 0.94, None, _tcp("10g", 1500, NATIVE)),
     Bar("TCP on 1 Gbit/s, MTU 9000 / native", _tcp("1g", 9000, VNET), 0.99, None, _tcp("1g", 9000, NATIVE)),
     Bar("TCP on 1 Gbit/s, MTU 1500 / native", _tcp("1g", 1500, VNET), 0.95, None, _tcp("1g", 1500, NATIVE)),
