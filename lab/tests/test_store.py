@@ -287,8 +287,8 @@ def test_a_host_restarts_while_the_store_is_away(topology: Topology):
     try:
         lab.start_daemon(topology, host)
         wait_for_path(source, destination.address)
-        assert overlay(host)["state"] == "away"
-        wait_until("h2 to miss the store", lambda: "out of reach" in host.file(".log").read_text()[logged:], 10)
+        wait_until("h2 to miss the store", lambda: "out of reach" in host.file(".log").read_text()[logged:], 60)
+        wait_until("h2 to say so", lambda: overlay(host)["state"] == "away", 60)
         lines = host.file(".log").read_text()[logged:].splitlines()
         (line,) = [line for line in lines if "out of reach" in line]
         assert line.endswith("Connection refused (os error 111)"), line
@@ -361,7 +361,7 @@ def test_only_hosts_with_members_get_copies(topology: Topology):
 
         wait_until("h1 and h2 to share network 7", lambda: networks(topology.hosts[0]) == {"h2": [1, 7], "h3": [1]}, 5)
         wait_until("h2 to know", lambda: networks(topology.hosts[1]) == {"h1": [1, 7], "h3": [1]}, 5)
-        assert networks(topology.hosts[2]) == {"h1": [1], "h2": [1]}
+        wait_until("h3's links", lambda: networks(topology.hosts[2]) == {"h1": [1], "h2": [1]}, 60)
     finally:
         for host in topology.hosts[:2]:
             process.stop(host.file(".pid"))
