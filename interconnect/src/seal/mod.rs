@@ -431,12 +431,14 @@ impl Sealing {
         peer.known = known;
         peer.held.clear();
         self.packets.retain(|(to, packet)| *to != address || wire::is_sealing(packet));
-        (self.has_sealed, self.clear) = (true, None);
+        // Keys may have come after an answer that all links were clear.
+        (self.has_sealed, self.clear, self.is_all_clear) = (true, None, false);
     }
 
     fn answered(&mut self) {
         self.unanswered = self.unanswered.saturating_sub(1);
-        (self.has_answered, self.strikes) = (true, 0);
+        // One that was given up is there after all: what it says about a peer holds.
+        (self.has_daemon, self.has_answered, self.strikes) = (true, true, 0);
     }
 
     /// Asks the daemon how a peer is reached, unless that was done less than `after` ago.
