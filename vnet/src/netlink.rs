@@ -67,6 +67,8 @@ pub(crate) struct Route {
     pub(crate) device: u32,
     /// Source address that the kernel chooses.
     pub(crate) source: Option<IpAddr>,
+    /// Where packets go on the device's network: the router, or else the remote; `None`: a router of the other address family.
+    pub(crate) next_hop: Option<IpAddr>,
 }
 
 /// The kernel's answer about the route to `remote` (RTM_GETROUTE), from any address or from `source`.
@@ -91,16 +93,19 @@ fn ask_route(remote: IpAddr, source: Option<IpAddr>, flags: RouteFlags) -> io::R
 /// The kernel's route to `remote`.
 pub(crate) fn route_to(remote: IpAddr) -> io::Result<Route> {
     let route = ask_route(remote, None, RouteFlags::empty())?;
-    let (mut device, mut source) = (None, None);
+    let (mut device, mut source, mut next_hop) = (None, None, Some(remote));
     for attribute in &route.attributes {
         match attribute {
             RouteAttribute::Oif(index) => device = Some(*index),
             RouteAttribute::PrefSource(RouteAddress::Inet(ip)) => source = Some(IpAddr::V4(*ip)),
             RouteAttribute::PrefSource(RouteAddress::Inet6(ip)) => source = Some(IpAddr::V6(*ip)),
+            RouteAttribute::Gateway(RouteAddress::Inet(ip)) => next_hop = Some(IpAddr::V4(*ip)),
+            RouteAttribute::Gateway(RouteAddress::Inet6(ip)) => next_hop = Some(IpAddr::V6(*ip)),
+            RouteAttribute::Gateway(_) | RouteAttribute::Via(_) => next_hop = None,
             _ => {}
         }
     }
-    Ok(Route { device: device.ok_or(io::ErrorKind::NotFound)?, source })
+    Ok(Route { device: device.ok_or(io::ErrorKind::NotFound)?, source, next_hop })
 }
 
 /// How packets to a remote leave the calling thread's namespace.

@@ -26,7 +26,7 @@ use super::setup::{Feeder, InterfacePort, LinkPort, Port, Setup};
 use super::tunnels::Tunnels;
 use super::wire_path::WirePath;
 use crate::frame::{NetworkId, PortId};
-use crate::interface::{Interface, KernelDevice, LeadsTo, veth, wire};
+use crate::interface::{Interface, KernelDevice, LeadsTo, headroom, veth, wire};
 use crate::kernel::{Destination, Kernel, Known, Sender, Target, Terms, now_ns};
 use crate::link::{Courier, Link, Tunnel};
 use crate::route::{Flow, INSTALLED_MS, Install, Installed, Learned, Router, Verdicts};
@@ -369,6 +369,7 @@ fn remove_unclaimed(kernel: &Kernel) {
     kernel.forget_unclaimed().into_iter().for_each(veth::remove_unclaimed);
     // Without pins, no map contains the wire's device.
     wire::remove_dead();
+    headroom::remove_dead();
 }
 
 impl Drop for KernelPath {

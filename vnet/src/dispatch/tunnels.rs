@@ -15,7 +15,7 @@ use arc_swap::ArcSwap;
 use parking_lot::Mutex;
 
 use super::setup::Setup;
-use crate::interface::underlay;
+use crate::interface::underlay::{self, Way};
 use crate::interface::wire::OVERHEAD;
 use crate::kernel::{AtUnderlay, Destination, End, Kernel, Peer, Sources, Target, Underlay};
 use crate::link::{Link, Tunnel};
@@ -221,8 +221,8 @@ impl Tunnels {
 
     /// The route to the other host of `link`. `None` also if datagrams of VXLAN links leave from another address than the route's.
     fn road_to(&self, end: End, link: &Link) -> Option<Road> {
-        let (device, local) = underlay::way_to(end.remote)?;
-        let underlay = Underlay { device, local };
+        let Way { device, local, next_hop } = underlay::way_to(end.remote)?;
+        let underlay = Underlay { device, local, next_hop };
         if end.port == WIRE_PORT {
             return Some(Road { underlay, mtu: 0 });
         }

@@ -6,15 +6,29 @@ use netlink_packet_route::link::{LinkAttribute, LinkFlags, LinkLayerType};
 
 use crate::netlink::{self, link, route_to};
 
-/// Index of the device on the route to `remote`, and the source address on it. `None` without a route, and for a device that is not
-/// an Ethernet device.
-pub fn way_to(remote: Ipv4Addr) -> Option<(u32, Ipv4Addr)> {
+/// The way of datagrams to a remote.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Way {
+    /// Index of the device on the route.
+    pub device: u32,
+    /// This host's source address on it.
+    pub local: Ipv4Addr,
+    /// The router, or the remote itself; `None` if the router has an IPv6 address.
+    pub next_hop: Option<Ipv4Addr>,
+}
+
+/// The way to `remote`. `None` without a route, and for a device that is not an Ethernet device.
+pub fn way_to(remote: Ipv4Addr) -> Option<Way> {
     let route = route_to(remote.into()).ok()?;
     let Some(IpAddr::V4(local)) = route.source else { return None };
     let device = link(route.device).ok()?.header;
     let is_ethernet =
         device.link_layer_type == LinkLayerType::Ether && !device.flags.contains(LinkFlags::Loopback);
-    is_ethernet.then_some((route.device, local))
+    let next_hop = match route.next_hop {
+        Some(IpAddr::V4(address)) => Some(address),
+        _ => None,
+    };
+    is_ethernet.then_some(Way { device: route.device, local, next_hop })
 }
 
 /// True if the host has IPsec policies, or if they cannot be queried.

@@ -17,13 +17,13 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use netlink_packet_route::RouteNetlinkMessage;
-use netlink_packet_route::link::{LinkAttribute, LinkFlags, LinkMessage};
-
+use netlink_packet_route::link::LinkAttribute;
 use parking_lot::Mutex;
 use rustix::net::netdevice::index_to_name;
 
 use super::device::{self, Home, OnDevice};
+use super::headroom::Headroom;
+use super::link_request::{raise, remove};
 use super::netns::{Netns, NetnsError};
 use super::pair::{self, VethOptions};
 use super::tap::{self, TAP_MTU_MAX, Tap, TapError, TapOptions};
@@ -70,6 +70,8 @@ pub struct Veth {
     home: Home,
     /// The container's device when control last looked.
     seen: Mutex<Seen>,
+    /// Absent while the host's end is down, and where the kernel refuses.
+    headroom: Mutex<Option<Headroom>>,
 }
 
 /// What control saw of the container's device. The MTU stays the last known one while no device has the name.
@@ -136,7 +138,7 @@ impl Veth {
         let (host, tap_device, mtu_now) = ((host, host_index), (tap_name, tap_index), mtu.into());
         let device = KernelDevice { host, tap: tap_device, mac, mtu: mtu_now, leads_to, pair: Some(kind) };
         let (name, seen) = (options.device.clone(), Mutex::new(Seen { up: true, mtu, named: true }));
-        Ok(Arc::new(Veth { tap, device, name, home, seen }))
+        Ok(Arc::new(Veth { tap, device, name, home, seen, headroom: Mutex::default() }))
     }
 
     /// True if the host's end still exists.
@@ -156,7 +158,15 @@ impl Veth {
     pub fn raise(&self) -> Result<(), TapError> {
         let host = &self.device.host.0;
         let fail = |error| TapError::Step { step: "set up", device: host.clone(), error, hint: "" };
-        raise(host, self.device.mtu.load(Relaxed), None).map_err(fail)
+        raise(host, self.device.mtu.load(Relaxed), None).map_err(fail)?;
+        match Headroom::ask(self.device.host.1) {
+            Ok(headroom) => *self.headroom.lock() = Some(headroom),
+            Err(error) => tracing::info!(
+                "device '{}': the kernel copies packets to other hosts to make room for headers: {error}",
+                self.name
+            ),
+        }
+        Ok(())
     }
 }
 
@@ -212,6 +222,7 @@ impl Interface for Veth {
         if self.is_there() {
             let _ = remove(&self.device.host.0);
         }
+        self.headroom.lock().take();
     }
 }
 
@@ -297,24 +308,6 @@ fn namespace_of(index: u32) -> Option<u32> {
         LinkAttribute::LinkNetNsId(id) => u32::try_from(*id).ok(),
         _ => None,
     })
-}
-
-/// Sets a device of the calling thread's namespace up.
-pub(super) fn raise(device: &str, mtu: usize, mac: Option<Mac>) -> io::Result<()> {
-    let mut link = LinkMessage::default();
-    link.header.index = tap::device_index(device).ok_or_else(io::Error::last_os_error)?;
-    link.attributes.push(LinkAttribute::Mtu(mtu as u32));
-    link.attributes.extend(mac.map(|mac| LinkAttribute::Address(mac.0.to_vec())));
-    link.header.flags = LinkFlags::Up;
-    link.header.change_mask = LinkFlags::Up;
-    Netlink::new()?.change(RouteNetlinkMessage::SetLink(link), 0)
-}
-
-/// Removes a device of the calling thread's namespace, and with it a pair's other end.
-pub(super) fn remove(device: &str) -> io::Result<()> {
-    let mut link = LinkMessage::default();
-    link.header.index = tap::device_index(device).ok_or_else(io::Error::last_os_error)?;
-    Netlink::new()?.change(RouteNetlinkMessage::DelLink(link), 0)
 }
 
 #[cfg(test)]

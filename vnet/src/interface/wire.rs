@@ -16,8 +16,8 @@ use netlink_packet_route::RouteNetlinkMessage;
 use netlink_packet_route::link::{InfoData, InfoKind, InfoVxlan, LinkAttribute, LinkInfo, LinkMessage};
 
 use super::device;
+use super::link_request::{raise, remove};
 use super::tap::{self, TAP_MTU_MAX, TapError, TapOptions};
-use super::veth::{raise, remove};
 use crate::netlink::{self, Netlink};
 use crate::wire::ethernet::HEADER_LEN;
 use crate::wire::offload::VIRTIO_NET_HDR_LEN;

@@ -106,6 +106,8 @@ pub struct Underlay {
     pub device: u32,
     /// This host's address on it.
     pub local: Ipv4Addr,
+    /// The router, or the other host itself; `None`: the kernel looks up the route for each datagram.
+    pub next_hop: Option<Ipv4Addr>,
 }
 
 /// Frames and bytes of an installed flow.
@@ -306,7 +308,7 @@ impl Target {
         match *self {
             Target::Guest { mac, namespace } => FlowValue {
                 kind: TO_INTERFACE,
-                own_address: u32::from(mac == Some(dst)),
+                own_address: u16::from(mac == Some(dst)),
                 namespace: namespace.unwrap_or(NO_NAMESPACE),
                 ..FlowValue::default()
             },
@@ -321,6 +323,7 @@ impl Target {
                     segment_max: packet_max,
                     underlay: underlay.map_or(0, |way| way.device),
                     local: underlay.map_or(0, |way| way.local.to_bits()),
+                    next_hop: underlay.and_then(|way| way.next_hop).map_or(0, Ipv4Addr::to_bits),
                     port: remote.port().into(),
                     first_port,
                     port_mask: count.saturating_sub(1),

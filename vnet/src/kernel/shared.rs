@@ -54,9 +54,9 @@ impl FlowKey {
 }
 
 /// `kind` of a flow to an interface.
-pub(super) const TO_INTERFACE: u32 = 1;
+pub(super) const TO_INTERFACE: u16 = 1;
 /// `kind` of a flow to a link, by the wire.
-pub(super) const TO_LINK: u32 = 2;
+pub(super) const TO_LINK: u16 = 2;
 /// `namespace` of a guest whose namespace is unknown.
 pub(super) const NO_NAMESPACE: u32 = u32::MAX;
 /// Maximum number of links whose datagrams programs take: all links of a host.
@@ -73,15 +73,16 @@ pub(super) struct FlowValue {
     pub(super) buckets: [u32; 2],
     pub(super) versions: [u32; 2],
     pub(super) slot: u32,
-    pub(super) kind: u32,
+    pub(super) kind: u16,
+    pub(super) own_address: u16,
     pub(super) device: u32,
-    pub(super) own_address: u32,
     pub(super) len_max: u32,
     pub(super) remote: u32,
     pub(super) segment_max: u32,
     pub(super) underlay: u32,
     pub(super) port: u32,
     pub(super) local: u32,
+    pub(super) next_hop: u32,
     pub(super) first_port: u16,
     pub(super) port_mask: u16,
     pub(super) ecn_mask: u32,
@@ -238,8 +239,8 @@ mod tests {
         let (mut ours, mut probe) = layout! {
             "flow_key" = FlowKey { network, from, dst, src, zero }
             "flow" = FlowValue {
-                until_ns, id, generation, buckets, versions, slot, kind, device, own_address, len_max, remote, segment_max,
-                underlay, port, local, first_port, port_mask, ecn_mask, namespace
+                until_ns, id, generation, buckets, versions, slot, kind, own_address, device, len_max, remote, segment_max,
+                underlay, port, local, next_hop, first_port, port_mask, ecn_mask, namespace
             }
             "port" = PortValue { network, from, mac, other }
             "peer_key" = PeerKey { remote, port, zero }

@@ -366,7 +366,7 @@ fn the_wire_hears_tunnels_of_its_links_only() {
 }
 
 pub(super) fn peer(port: u16) -> Peer {
-    let underlay = Underlay { device: LOOPBACK, local: Ipv4Addr::new(192, 0, 2, 1) };
+    let underlay = Underlay { device: LOOPBACK, local: Ipv4Addr::new(192, 0, 2, 1), next_hop: None };
     Peer { port: PortId(port), underlay: Some(underlay) }
 }
 
@@ -382,7 +382,7 @@ pub(super) fn echo(len: usize) -> Vec<u8> {
 fn a_datagram_made_by_programs_is_taken_by_programs() {
     let Some(mut bench) = Bench::new() else { return };
     let (local, remote) = (Ipv4Addr::new(192, 0, 2, 1), Ipv4Addr::new(192, 0, 2, 2));
-    bench.to.target = by_wire(remote, Some(Underlay { device: LOOPBACK, local: remote }));
+    bench.to.target = by_wire(remote, Some(Underlay { device: LOOPBACK, local: remote, next_hop: None }));
     assert!(bench.install(&terms()));
     let frame = echo(200);
     let (verdict, datagram) = bench.change("from_guest", &frame);
@@ -409,7 +409,7 @@ fn a_datagram_made_by_programs_is_taken_by_programs() {
     assert!(bench.kernel.flows().install(&flow, &bench.from, &bench.to, &terms()));
     let host = (TC_ACT_UNSPEC, datagram.clone());
     assert_eq!(bench.change("from_underlay", &datagram), host, "of no link");
-    let elsewhere = Underlay { device: LOOPBACK + 1, local };
+    let elsewhere = Underlay { device: LOOPBACK + 1, local, next_hop: None };
     let end = End { remote, port: WIRE_PORT };
     bench.kernel.set_peers(&[(end, Peer { underlay: Some(elsewhere), ..peer(7) })].into()).unwrap();
     assert_eq!(bench.change("from_underlay", &datagram), host, "of another device");

@@ -22,7 +22,7 @@ fn bench() -> Option<Bench> {
     bench.to.target = Target::Host {
         remote: SocketAddrV4::new(REMOTE, PORT),
         packet_max: ROOM as u32,
-        underlay: Some(Underlay { device: LOOPBACK, local: REMOTE }),
+        underlay: Some(Underlay { device: LOOPBACK, local: REMOTE, next_hop: Some(REMOTE) }),
         sources: Sources::Owned(FIRST, 16),
     };
     (bench.to.device, bench.to.mtu) = (0, ROOM);

@@ -37,21 +37,22 @@ struct flow {
 	/* Index of its tally. */
 	__u32 slot;
 	/* TO_INTERFACE or TO_LINK. */
-	__u32 kind;
+	__u16 kind;
+	/* TO_INTERFACE: the frame is for the device's own address. */
+	__u16 own_address;
 	/* Device that takes the frame. */
 	__u32 device;
-	/* TO_INTERFACE: the frame is for the device's own address. */
-	__u32 own_address;
 	/* Longest unsegmented frame in bytes, including a VLAN tag. */
 	__u32 len_max;
 	/* TO_LINK: the other host's IPv4 address, in host byte order; longest IP packet that leaves in one datagram. */
 	__u32 remote;
 	__u32 segment_max;
-	/* TO_LINK: device, UDP port and source address of datagrams that programs make; underlay 0: the VXLAN device makes all;
-	 * device 0: no VXLAN device, so that other frames come up. */
+	/* TO_LINK: device, UDP port, source address and next hop of datagrams that programs make; underlay 0: the VXLAN device makes
+	 * all; device 0: no VXLAN device, so that other frames come up; next_hop 0: the kernel looks up the route. */
 	__u32 underlay;
 	__u32 port;
 	__u32 local;
+	__u32 next_hop;
 	/* TO_LINK: first source port, and the bits of the flow's hash that are added to it. */
 	__u16 first_port;
 	__u16 port_mask;

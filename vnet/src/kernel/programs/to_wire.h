@@ -136,6 +136,19 @@ INLINE int make_room(struct __sk_buff *skb, struct outer *out, __u64 flags)
 	return 1;
 }
 
+/* linux/socket.h */
+#define AF_INET 2
+
+/* Sends a datagram to the next hop that vnetd has found. The kernel would look up the route again for each. */
+INLINE long to_next_hop(const struct flow *flow)
+{
+	struct bpf_redir_neigh next = { .nh_family = AF_INET, .ipv4_nh = __builtin_bswap32(flow->next_hop) };
+
+	if (!next.ipv4_nh)
+		return bpf_redirect_neigh(flow->underlay, 0, 0, 0);
+	return bpf_redirect_neigh(flow->underlay, &next, sizeof(next), 0);
+}
+
 /* Makes the frame a datagram and sends it without the VXLAN device. Returns 0 for a frame that needs the device; it is unchanged. */
 INLINE long encapsulate(struct __sk_buff *skb, struct flow *flow, __u32 network)
 {
@@ -162,7 +175,7 @@ INLINE long encapsulate(struct __sk_buff *skb, struct flow *flow, __u32 network)
 		return 0;
 	if (done < 0 || write_head(skb, &out, len))
 		return TC_ACT_SHOT;
-	return bpf_redirect_neigh(flow->underlay, 0, 0, 0);
+	return to_next_hop(flow);
 }
 
 /* Tells the VXLAN device where the frame goes. Not 0: the kernel refuses. */
@@ -179,8 +192,6 @@ INLINE long to_wire(struct __sk_buff *skb, __u32 device, __u32 remote, __u32 net
 	return aim(skb, remote, network) ? TC_ACT_SHOT : bpf_redirect(device, 0);
 }
 
-/* sys/socket.h */
-#define AF_INET 2
 #define MORE_FRAGMENTS 0x2000
 #define FRAGMENT_OFFSET 0x1fff
 /* Payload of the second part of a fragment that does not fit: more than an underlay usually lacks, and a multiple of 8. */
@@ -276,7 +287,8 @@ INLINE long split(struct __sk_buff *skb, struct flow *flow, __u32 network)
 		return TC_ACT_SHOT;
 	if (!at)
 		return to_wire(skb, flow->device, flow->remote, network);
-	return write_head(skb, &out, ETH_LEN + IP_LEN + REST) ? TC_ACT_SHOT : bpf_redirect_neigh(flow->underlay, 0, 0, 0);
+	/* The headers have the addresses of Ethernet. */
+	return write_head(skb, &out, ETH_LEN + IP_LEN + REST) ? TC_ACT_SHOT : bpf_redirect(flow->underlay, 0);
 }
 
 SEC("classifier/try_wire")
