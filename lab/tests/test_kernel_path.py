@@ -98,7 +98,19 @@ def test_the_pair_is_netkit_where_the_kernel_has_it(host: Host):
         assert done.stderr.count("\n") == 1
         assert 'write pair = "auto" or "veth"' in done.stderr
     assert devices(TWO) == ["lo", "eth0"]
-    assert len(devices(HOST)) == 5
+    assert len(devices(HOST)) == 7
+
+
+def test_containers_leave_headroom(host: Host):
+    """The host's ends are ports of a bridge that asks for room, never comes up and never sees a frame."""
+    links = {link["ifname"]: link for link in json.loads(run(["ip", "-n", host.namespace, "-json", "-s", "link"]))}
+    ports = {name for name, link in links.items() if link.get("master") == "vnet-room"}
+    ends = {name for name in links if re.fullmatch("vnet-[0-9a-f]{8}", name)}
+    assert len(ends) == 2
+    assert ports == ends | {"vnet-room-vxlan"}
+    for name in ("vnet-room", "vnet-room-vxlan"):
+        assert "UP" not in links[name]["flags"]
+        assert links[name]["stats64"]["rx"]["packets"] == links[name]["stats64"]["tx"]["packets"] == 0
 
 
 def test_tcp_passes_no_dispatcher(host: Host):
@@ -429,7 +441,7 @@ def test_without_a_bpf_file_system(host: Host):
 
 def test_off_is_a_tap(host: Host):
     """The last test: it stops vnetd, which leaves nothing behind. Of one that has died, the next removes the rest."""
-    assert len(devices(HOST)) == 5, "the loopback, and two devices for each container"
+    assert len(devices(HOST)) == 7, "the loopback, two devices for each container, two for headroom"
     assert host.end(signal.SIGTERM) == 0
     assert devices(HOST) == ["lo"]
     assert devices(ONE) == ["lo"]

@@ -369,7 +369,10 @@ BENCHES = {
             "Round trips between containers",
             _between_hosts(workload.rtt, 4),
             _RTT,
-            ("Pings one per millisecond (ping) and back to back (flood); TCP requests of 64 bytes by sockperf (tcp).",),
+            (
+                "Pings one per millisecond (ping) and back to back (flood); TCP requests of 64 bytes by sockperf "
+                "(tcp). ping prints whole microseconds: medians are interpolated within theirs (grouped data).",
+            ),
         ),
         Bench(
             "one-host",

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import statistics
 from collections.abc import Iterator
 
 from vnetlab import machine, measure, process
@@ -60,7 +61,7 @@ def pings(ends: Ends, seconds: float) -> Sample:
     _, times = measure.ping(ends.source, ends.destination.address, *options, count=count)
     if len(times) < count / 4:
         raise LabError(f"only {len(times)} of {count} pings were answered")
-    return {f"ping_{name}_us": percentile(times, share) for name, share in RANKS.items()}
+    return _ping_ranks("ping", times)
 
 
 def flood(ends: Ends, count: int) -> Sample:
@@ -68,7 +69,16 @@ def flood(ends: Ends, count: int) -> Sample:
     _, times = measure.ping(ends.source, ends.destination.address, "-i", "0", "-w", "60", count=count, timeout_s=90)
     if len(times) < count / 4:
         raise LabError(f"only {len(times)} of {count} back-to-back pings were answered")
-    return {f"flood_{name}_us": percentile(times, share) for name, share in RANKS.items()}
+    return _ping_ranks("flood", times)
+
+
+def _ping_ranks(kind: str, times: list[float]) -> Sample:
+    """Percentiles of ping's times, which are whole microseconds: as coarse as a third of a round trip back to back.
+
+    So the median is that of grouped data: interpolated within its microsecond by the shares of pings below and in it.
+    """
+    ranks = {f"{kind}_{name}_us": percentile(times, share) for name, share in RANKS.items()}
+    return ranks | {f"{kind}_median_us": statistics.median_grouped(times)}
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ use super::dispatcher_stats::DispatcherStats;
 use super::kernel_path::{CorePart, KernelPath};
 use super::publication::Publication;
 use super::setup::{Parts, Setup};
-use crate::interface::veth;
+use crate::interface::{headroom, veth};
 use crate::kernel::{self, Kernel, Outlive};
 use crate::poll::Poller;
 use crate::route::Learned;
@@ -104,6 +104,7 @@ impl Shared {
             if let Some(pins) = pins {
                 kernel::forget(pins).into_iter().for_each(veth::remove_unclaimed);
             }
+            headroom::remove_dead();
             return Err("kernel_path is off".into());
         }
         let kernel = Kernel::load(pins.as_ref()).map_err(|error| {

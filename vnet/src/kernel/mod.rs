@@ -207,6 +207,8 @@ impl Kernel {
         let pins = pins.ok_or_else(|| "nothing is to be pinned".to_string());
         let pins = pins.and_then(|options| Pins::open(options, OBJECT).map_err(|error| error.to_string()));
         let mut loader = EbpfLoader::new();
+        let has_coarse_clock = u32::from(is_at_least(KernelVersion::new(5, 11, 0)));
+        loader.override_global("has_coarse_clock", &has_coarse_clock, true);
         if let Ok(pins) = &pins {
             for map in pins::MAPS {
                 loader.map_pin_path(map, pins.map(map));
@@ -393,7 +395,7 @@ impl Kernel {
         origin: Origin,
     ) -> Result<Attached, KernelError> {
         let GuestDevice { host, tap, .. } = device;
-        if !has_tcx() {
+        if !is_at_least(TCX) {
             return Err(KernelError::Device(host.0.clone(), "that needs Linux 6.6".into()));
         }
         let mut attached = self.claim([host.1, tap.1]);
@@ -476,7 +478,7 @@ impl Kernel {
     /// # Errors
     /// As [`Kernel::attach`].
     pub fn attach_underlay(&self, device: &(String, u32)) -> Result<Option<AtUnderlay>, KernelError> {
-        if !has_tcx() {
+        if !is_at_least(TCX) {
             return Ok(None);
         }
         self.unclaimed_underlay.lock().remove(&device.1);
@@ -498,7 +500,7 @@ impl Kernel {
             Stays::Pinned => Some(pins.underlay(device.1)),
             Stays::Always => Some(pins.link(device.1)),
         });
-        if !has_tcx() || stays == Stays::Always && pin.is_none() {
+        if !is_at_least(TCX) || stays == Stays::Always && pin.is_none() {
             return Ok(vec![attach_filter(program, &device.0).map_err(refused)?]);
         }
         let mut hooks = vec![attach_link(program, &device.0, pin, LinkOrder::default()).map_err(refused)?];
@@ -548,8 +550,8 @@ impl Deref for Kernel {
     }
 }
 
-fn has_tcx() -> bool {
-    KernelVersion::current().map_or(true, |kernel| kernel >= TCX)
+fn is_at_least(version: KernelVersion) -> bool {
+    KernelVersion::current().map_or(true, |kernel| kernel >= version)
 }
 
 /// CLOCK_MONOTONIC in nanoseconds, which programs read, too.

@@ -475,15 +475,15 @@ fn a_fragment_beyond_one_datagram_leaves_in_two() {
         frame[34..].iter_mut().enumerate().for_each(|(at, byte)| *byte = at as u8);
         frame
     };
-    // The second part is the result of the run: 128 bytes of payload.
-    for (flags_and_offset, of_second) in [(0x2000, 0x2000 + 169), (185, 185 + 169)] {
+    // The second part is the result of the run: 96 bytes of payload.
+    for (flags_and_offset, of_second) in [(0x2000, 0x2000 + 173), (185, 185 + 173)] {
         let frame = fragment(1514, flags_and_offset);
         let (verdict, second) = bench.change("from_guest", &frame);
-        assert_eq!((verdict, second.len()), (TC_ACT_REDIRECT, 34 + 128));
-        assert_eq!(second[16..18], 148_u16.to_be_bytes(), "length");
+        assert_eq!((verdict, second.len()), (TC_ACT_REDIRECT, 34 + 96));
+        assert_eq!(second[16..18], 116_u16.to_be_bytes(), "length");
         assert_eq!(second[20..22], u16::to_be_bytes(of_second), "flags and offset");
         assert_eq!(ones_complement(&second[14..34]), 0xffff, "checksum");
-        assert_eq!(second[34..], frame[1514 - 128..]);
+        assert_eq!(second[34..], frame[1514 - 96..]);
         assert_eq!((&second[..14], second[23]), (&frame[..14], 17));
     }
     let odd_length = {

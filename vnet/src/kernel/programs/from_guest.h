@@ -7,6 +7,8 @@ INLINE long forward(struct __sk_buff *skb, const struct port *port, int at_ingre
 {
 	struct verdict verdict;
 	struct flow *flow = &verdict.flow;
+	struct outer out = {};
+	int is_own;
 	long sent;
 
 	if (!find(skb, 0, port->from, port->network, &verdict))
@@ -17,9 +19,10 @@ INLINE long forward(struct __sk_buff *skb, const struct port *port, int at_ingre
 	}
 	if (flow->kind != TO_LINK)
 		return TC_ACT_SHOT;
-	sent = encapsulate(skb, flow, port->network);
+	is_own = head_of(skb, flow, port->network, &out);
+	sent = is_own ? encapsulate(skb, flow, &out) : 0;
 	if (!sent)
-		sent = split(skb, flow, port->network);
+		sent = split(skb, flow, port->network, &out, is_own);
 	/* vnetd segments what does not fit the path to a VTEP, or drops it. */
 	if (!sent && !flow->device)
 		return TC_ACT_UNSPEC;

@@ -45,12 +45,11 @@ int from_underlay(struct __sk_buff *skb)
 	struct verdict verdict;
 	struct outer out = {};
 	struct peer *peer;
-	__u8 eth[14];
 	__u16 from;
 
 	if (protocol != ETH_P_IP_BE || type != PACKET_HOST || skb->vlan_present)
 		return CONTINUE;
-	if (bpf_skb_load_bytes(skb, 0, out.eth, OUTER_LEN))
+	if (bpf_skb_load_bytes(skb, 0, out.eth, OUTER_LEN + ETH_LEN))
 		return CONTINUE;
 	/* The VXLAN device marks the frame of a datagram that met congestion (RFC 6040). The UDP checksum need not be verified (RFC 7348
 	 * section 5): the guest verifies the frame's own, of which the helper below keeps the state right. */
@@ -67,13 +66,11 @@ int from_underlay(struct __sk_buff *skb)
 	if (peer->device != skb->ifindex || peer->local != __builtin_bswap32(out.ip.dst) || ip_sum(&out.ip) ||
 	    !is_single(skb, peer))
 		return CONTINUE;
-	if (bpf_skb_load_bytes(skb, OUTER_LEN, eth, sizeof(eth)))
-		return CONTINUE;
 	if (!find(skb, OUTER_LEN, from, __builtin_bswap32(out.vni) >> 8, &verdict))
 		return CONTINUE;
 	count(&verdict);
 	if (bpf_skb_adjust_room(skb, -OUTER_LEN, BPF_ADJ_ROOM_MAC, BPF_F_ADJ_ROOM_FIXED_GSO) ||
-	    bpf_skb_store_bytes(skb, 0, eth, sizeof(eth), 0))
+	    bpf_skb_store_bytes(skb, 0, out.inner, ETH_LEN, 0))
 		return TC_ACT_SHOT;
 	return to_guest(skb, verdict.flow.device, 1);
 }

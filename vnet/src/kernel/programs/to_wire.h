@@ -59,7 +59,7 @@ INLINE int fit(struct __sk_buff *skb, __u32 segment_max)
 #define BPF_F_ADJ_ROOM_ENCAP_L2_ETH (1ULL << 6)
 #endif
 
-/* Ethernet, IPv4, UDP and VXLAN before a frame. */
+/* Ethernet, IPv4, UDP and VXLAN before a frame, and the frame's own Ethernet header. */
 struct outer {
 	__u16 unused;
 	__u8 eth[12];
@@ -67,7 +67,32 @@ struct outer {
 	struct ip4 ip;
 	__u16 sport, dport, udp_len, udp_sum;
 	__u32 flags, vni;
+	__u8 inner[12];
+	__u16 inner_type;
 };
+
+/* IPv4 header and ports of a frame; zeros for IPv6. */
+struct l3 {
+	struct ip4 ip;
+	__u32 ports;
+};
+
+/* A number that is the same for all frames of a flow. Of TCP it is the socket's. The kernel would dissect other frames. */
+INLINE __u32 hash_of(struct __sk_buff *skb, const struct l3 *in)
+{
+	__u32 known = *(volatile __u32 *)&skb->hash, hash;
+
+	if (known)
+		return known;
+	if (in->ip.version != 0x45)
+		return bpf_get_hash_recalc(skb);
+	hash = in->ip.src * 31 + in->ip.dst + in->ip.protocol;
+	/* Only a datagram's first fragment has ports. */
+	if ((in->ip.protocol == TCP || in->ip.protocol == UDP) && !(in->ip.fragment & __builtin_bswap16(0x3fff)))
+		hash = hash * 31 + in->ports;
+	/* 2^32 divided by the golden ratio: the upper bits depend on all bits. */
+	return hash * 0x9e3779b1u >> 16;
+}
 
 INLINE __u16 ip_sum(struct ip4 *ip)
 {
@@ -82,18 +107,22 @@ INLINE __u16 ip_sum(struct ip4 *ip)
  * needs the VXLAN device. */
 INLINE int head_of(struct __sk_buff *skb, struct flow *flow, __u32 network, struct outer *out)
 {
-	__u8 tos[2];
+	struct l3 in = {};
+	__u8 first[2];
 
-	if (!flow->underlay || skb->vlan_present)
+	if (!flow->underlay || skb->vlan_present || bpf_skb_load_bytes(skb, 0, out->inner, ETH_LEN))
 		return 0;
-	if (bpf_skb_load_bytes(skb, 0, out->eth, sizeof(out->eth) + 2) || bpf_skb_load_bytes(skb, ETH_LEN, tos, 2))
+	if (out->inner_type == ETH_P_IP_BE) {
+		if (bpf_skb_load_bytes(skb, ETH_LEN, &in, sizeof(in)))
+			return 0;
+		out->ip.tos = in.ip.tos;
+	} else if (out->inner_type == ETH_P_IPV6_BE) {
+		if (bpf_skb_load_bytes(skb, ETH_LEN, first, sizeof(first)))
+			return 0;
+		out->ip.tos = first[1] >> 4;
+	} else {
 		return 0;
-	if (out->type == ETH_P_IP_BE)
-		out->ip.tos = tos[1];
-	else if (out->type == ETH_P_IPV6_BE)
-		out->ip.tos = tos[1] >> 4;
-	else
-		return 0;
+	}
 	/* RFC 6040: the mark of an ECN-capable transport, or of congestion. */
 	out->ip.tos &= flow->ecn_mask;
 	out->ip.version = 0x45;
@@ -102,14 +131,15 @@ INLINE int head_of(struct __sk_buff *skb, struct flow *flow, __u32 network, stru
 	out->ip.protocol = UDP;
 	out->ip.src = __builtin_bswap32(flow->local);
 	out->ip.dst = __builtin_bswap32(flow->remote);
-	out->sport = __builtin_bswap16(flow->first_port + (bpf_get_hash_recalc(skb) & flow->port_mask));
+	out->sport = __builtin_bswap16(flow->first_port + (hash_of(skb, &in) & flow->port_mask));
 	out->dport = __builtin_bswap16(flow->port);
 	out->flags = VXLAN_FLAGS_BE;
 	out->vni = __builtin_bswap32(network << 8);
 	return 1;
 }
 
-/* Writes the headers before a frame of `len` bytes, for which there is room. Not 0: the frame is damaged. */
+/* Writes the headers before a frame of `len` bytes, for which there is room, and the frame's own Ethernet header, which
+ * bpf_skb_adjust_room moves to the front. Not 0: the frame is damaged. */
 INLINE int write_head(struct __sk_buff *skb, struct outer *out, __u32 len)
 {
 	out->type = ETH_P_IP_BE;
@@ -117,23 +147,15 @@ INLINE int write_head(struct __sk_buff *skb, struct outer *out, __u32 len)
 	out->udp_len = __builtin_bswap16(len + 16);
 	out->ip.sum = 0;
 	out->ip.sum = ip_sum(&out->ip);
-	return bpf_skb_store_bytes(skb, 0, out->eth, OUTER_LEN, 0);
+	return bpf_skb_store_bytes(skb, 0, out->eth, OUTER_LEN + ETH_LEN, 0);
 }
 
-/* Makes room for the headers before a frame. Returns 0 if the kernel refuses, and a negative number if the frame is damaged. */
-INLINE int make_room(struct __sk_buff *skb, struct outer *out, __u64 flags)
+/* Makes room for the headers before a frame. Not 0: the kernel refuses. */
+INLINE long make_room(struct __sk_buff *skb, __u64 flags)
 {
-	__u16 inner_type = out->type;
-
 	flags |= BPF_F_ADJ_ROOM_ENCAP_L3_IPV4 | BPF_F_ADJ_ROOM_ENCAP_L4_UDP | BPF_F_ADJ_ROOM_ENCAP_L2(ETH_LEN) |
 		 BPF_F_ADJ_ROOM_ENCAP_L2_ETH;
-	if (bpf_skb_adjust_room(skb, OUTER_LEN, BPF_ADJ_ROOM_MAC, flags))
-		return 0;
-	/* bpf_redirect_neigh replaces the addresses before the headers, so a copy of the frame's own follows the headers. */
-	if (bpf_skb_store_bytes(skb, OUTER_LEN, out->eth, sizeof(out->eth), 0) ||
-	    bpf_skb_store_bytes(skb, OUTER_LEN + 12, &inner_type, 2, 0))
-		return -1;
-	return 1;
+	return bpf_skb_adjust_room(skb, OUTER_LEN, BPF_ADJ_ROOM_MAC, flags);
 }
 
 /* linux/socket.h */
@@ -149,16 +171,13 @@ INLINE long to_next_hop(const struct flow *flow)
 	return bpf_redirect_neigh(flow->underlay, &next, sizeof(next), 0);
 }
 
-/* Makes the frame a datagram and sends it without the VXLAN device. Returns 0 for a frame that needs the device; it is unchanged. */
-INLINE long encapsulate(struct __sk_buff *skb, struct flow *flow, __u32 network)
+/* Makes the frame a datagram with these headers and sends it without the VXLAN device. Returns 0 for a frame that needs the device;
+ * it is unchanged. */
+INLINE long encapsulate(struct __sk_buff *skb, const struct flow *flow, struct outer *out)
 {
 	__u32 len = *(volatile __u32 *)&skb->len, size = *(volatile __u32 *)&skb->gso_size, headers;
-	struct outer out = {};
 	__u64 flags = 0;
-	int done;
 
-	if (!head_of(skb, flow, network, &out))
-		return 0;
 	if (size) {
 		headers = tcp_headers(skb);
 		/* Not UDP: a program's frame counts as one of an untrusted source, and the kernel segments such a frame at once. Without
@@ -170,12 +189,9 @@ INLINE long encapsulate(struct __sk_buff *skb, struct flow *flow, __u32 network)
 	} else if (len > flow->segment_max + ETH_LEN) {
 		return 0;
 	}
-	done = make_room(skb, &out, flags);
-	if (!done)
+	if (make_room(skb, flags))
 		return 0;
-	if (done < 0 || write_head(skb, &out, len))
-		return TC_ACT_SHOT;
-	return to_next_hop(flow);
+	return write_head(skb, out, len) ? TC_ACT_SHOT : to_next_hop(flow);
 }
 
 /* Tells the VXLAN device where the frame goes. Not 0: the kernel refuses. */
@@ -195,7 +211,7 @@ INLINE long to_wire(struct __sk_buff *skb, __u32 device, __u32 remote, __u32 net
 #define MORE_FRAGMENTS 0x2000
 #define FRAGMENT_OFFSET 0x1fff
 /* Payload of the second part of a fragment that does not fit: more than an underlay usually lacks, and a multiple of 8. */
-#define REST 128
+#define REST 96
 
 /* Finds the addresses of Ethernet for packets to the flow's other host, as for packets from the wire's TAP: the kernel tells them
  * only for devices that may forward. Returns 0 if it does not know them. */
@@ -236,16 +252,15 @@ INLINE long shorten(struct __sk_buff *skb, __u32 is_datagram, __u32 less)
 	return less;
 }
 
-/* Sends an IP fragment that is too long for one datagram as two smaller fragments, as a router would. The VXLAN device would send two
+/* Sends an IP fragment that is too long for one datagram as two smaller fragments, as a router would: in datagrams with the headers
+ * `out`, if `is_own`. The VXLAN device would send two
  * datagrams, too, but as fragments, which the other host would have to reassemble before it removes the tunnel's headers.
  * Returns 0 for other frames; they are unchanged. */
-INLINE long split(struct __sk_buff *skb, struct flow *flow, __u32 network)
+INLINE long split(struct __sk_buff *skb, struct flow *flow, __u32 network, struct outer *out, int is_own)
 {
 	__u32 len = *(volatile __u32 *)&skb->len, payload = len - ETH_LEN - IP_LEN, fragment, at;
-	struct outer out = {};
 	struct ip4 part;
 	__u8 rest[REST], eth[12];
-	__u16 type = ETH_P_IP_BE;
 
 	if (!flow->device || skb->gso_size || skb->vlan_present || skb->protocol != ETH_P_IP_BE ||
 	    len <= flow->segment_max + ETH_LEN || len > flow->segment_max + ETH_LEN + REST || payload < 2 * REST)
@@ -258,7 +273,7 @@ INLINE long split(struct __sk_buff *skb, struct flow *flow, __u32 network)
 	    !(fragment & (MORE_FRAGMENTS | FRAGMENT_OFFSET)) || fragment & ~(MORE_FRAGMENTS | FRAGMENT_OFFSET) ||
 	    (fragment & FRAGMENT_OFFSET) + payload / 8 > FRAGMENT_OFFSET)
 		return 0;
-	at = next_hop(skb, flow, eth) && head_of(skb, flow, network, &out) ? OUTER_LEN : 0;
+	at = is_own && next_hop(skb, flow, eth) ? OUTER_LEN : 0;
 	part.len = __builtin_bswap16(IP_LEN + payload - REST);
 	part.fragment = __builtin_bswap16(fragment | MORE_FRAGMENTS);
 	part.sum = 0;
@@ -268,10 +283,8 @@ INLINE long split(struct __sk_buff *skb, struct flow *flow, __u32 network)
 	if (bpf_skb_store_bytes(skb, ETH_LEN, &part, IP_LEN, 0))
 		return TC_ACT_SHOT;
 	if (at) {
-		if (make_room(skb, &out, 0) <= 0)
-			return TC_ACT_SHOT;
-		__builtin_memcpy(out.eth, eth, sizeof(eth));
-		if (bpf_skb_load_bytes(skb, at, eth, sizeof(eth)) || write_head(skb, &out, len - REST) || bpf_clone_redirect(skb, flow->underlay, 0))
+		__builtin_memcpy(out->eth, eth, sizeof(eth));
+		if (make_room(skb, 0) || write_head(skb, out, len - REST) || bpf_clone_redirect(skb, flow->underlay, 0))
 			return TC_ACT_SHOT;
 	} else if (aim(skb, flow->remote, network) || bpf_clone_redirect(skb, flow->device, 0)) {
 		return TC_ACT_SHOT;
@@ -281,14 +294,13 @@ INLINE long split(struct __sk_buff *skb, struct flow *flow, __u32 network)
 	part.sum = 0;
 	part.sum = ip_sum(&part);
 	if (shorten(skb, at, payload - 2 * REST) ||
-	    (at && (bpf_skb_store_bytes(skb, at, eth, sizeof(eth), 0) || bpf_skb_store_bytes(skb, at + 12, &type, 2, 0))) ||
 	    bpf_skb_store_bytes(skb, at + ETH_LEN, &part, IP_LEN, 0) ||
 	    bpf_skb_store_bytes(skb, at + ETH_LEN + IP_LEN, rest, REST, 0))
 		return TC_ACT_SHOT;
 	if (!at)
 		return to_wire(skb, flow->device, flow->remote, network);
 	/* The headers have the addresses of Ethernet. */
-	return write_head(skb, &out, ETH_LEN + IP_LEN + REST) ? TC_ACT_SHOT : bpf_redirect(flow->underlay, 0);
+	return write_head(skb, out, ETH_LEN + IP_LEN + REST) ? TC_ACT_SHOT : bpf_redirect(flow->underlay, 0);
 }
 
 SEC("classifier/try_wire")
