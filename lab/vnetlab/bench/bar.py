@@ -4,6 +4,7 @@ A table of bars therefore cannot contradict the pages of the benches. A bar whos
 as not measured yet.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -102,7 +103,10 @@ class Bar:
         if not self.base:
             return value / self._metric.scale
         base = self.base.value(results)
-        return (value - base) / self._metric.scale if self.apart else value / base
+        if self.apart:
+            return (value - base) / self._metric.scale
+        # A contender can lose everything in most rounds: of datagrams in many fragments, one that is lost is enough.
+        return value / base if base else math.inf
 
     def margin(self, results: Results) -> float:
         """Distance to the bound, relative for ratios and values; negative if the bar is not met."""

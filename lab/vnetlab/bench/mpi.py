@@ -24,6 +24,8 @@ from vnetlab.topology import Kind, Node
 
 CONTENDERS: tuple[Contender, ...] = (Bare(), VxlanDevice(), VxlanContainers(), VNET, TAP)
 """The tunnels of container networks; each adds a layer to the one before."""
+ON_SHAPED_WIRES: tuple[Contender, ...] = (Bare(), VxlanContainers(), VNET, TAP)
+"""Those whose figures are compared on a wire that the applications can fill."""
 MESSAGE_BYTES = (1, 64, 1_024, 8_192, 65_536, 1 << 20, 4 << 20)
 TCP = "tcp,self"
 """Transports of Open MPI (`btl`): all messages by TCP, also between ranks on one node."""

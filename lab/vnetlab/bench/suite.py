@@ -290,11 +290,12 @@ def _latency(options: Options) -> list[Case]:
 
 
 def _mpi(options: Options) -> list[Case]:
-    """Messages by size, and the HPC Challenge suite, between containers."""
-    everybody = list(options.vnets) or mpi.CONTENDERS
+    """Messages by size on the unlimited wire, and the HPC Challenge suite on all, between containers."""
     cases = []
 
     def case(conditions: Conditions, settings: Settings, run: Callable[[Ends], Sample]) -> None:
+        everybody = options.vnets or (mpi.CONTENDERS if settings.wire == Wire.NONE else mpi.ON_SHAPED_WIRES)
+
         def load(ends: Ends) -> Sample:
             workload.meet(ends)
             with usage.measured(ends.processes) as used:
@@ -306,7 +307,7 @@ def _mpi(options: Options) -> list[Case]:
     for wire, mtu in options.settings():
         settings = Settings(name=LAB, vms=0, wire=wire, underlay_mtu=mtu, mtu=mtu)
         under = {"wire": wire, "MTU": mtu}
-        for size in mpi.MESSAGE_BYTES[:: 6 if options.quick else 1]:
+        for size in mpi.MESSAGE_BYTES[:: 6 if options.quick else 1] if wire == Wire.NONE else ():
             case(under | {"bytes": size}, settings, lambda ends, size=size: mpi.messages(ends, size))
         order = mpi.QUICK_ORDER if options.quick else mpi.ORDER
         case(under | {"load": "HPC Challenge"}, settings, lambda ends, order=order: mpi.challenge(ends, order))
@@ -472,6 +473,7 @@ BENCHES = {
                 "Ranks poll, and yield while they wait: they take every processor that a daemon leaves them.",
                 _SHAPED,
             ),
+            tuple(Wire),
             axis="bytes",
         ),
         Bench(

@@ -85,7 +85,8 @@ fn every_map_is_pinned() {
         return;
     }
     let programs = EbpfLoader::new().load(OBJECT).unwrap();
-    let mut maps: Vec<_> = programs.maps().map(|(name, _)| name).collect();
+    // Constants belong to the loaded programs: those of the next vnetd have their own.
+    let mut maps: Vec<_> = programs.maps().map(|(name, _)| name).filter(|name| *name != ".rodata").collect();
     maps.sort_unstable();
     assert_eq!(maps, pins::MAPS);
 }

@@ -227,7 +227,8 @@ fn leases_run_by_vnetds_clock() {
     bench.kernel.tick(NOW + 10, u64::MAX);
     assert!(!bench.takes(B, 60), "the lease has ended");
     assert_eq!(bench.kernel.lease_ms(&known), None);
-    bench.kernel.tick(NOW, now_ns());
+    // Programs read a clock that is late by up to a tick of the kernel, 10 ms at most.
+    bench.kernel.tick(NOW, now_ns() - 20_000_000);
     assert!(!bench.takes(B, 60), "nobody has taken over in time");
     assert_eq!(bench.kernel.lease_ms(&known), None);
     bench.kernel.postpone(u64::MAX);
