@@ -7,10 +7,11 @@ way.
 """
 
 import re
+import time
 from collections.abc import Iterator
 
 import pytest
-from checks import assert_balanced, ping, port, wait_for_path
+from checks import assert_balanced, links, ping, port, readdressed, wait_for_path
 
 from vnetlab import daemon, guest, lab, machine, process, store
 from vnetlab.image import ensure_image
@@ -21,6 +22,8 @@ NAME = "test-direct-ports"
 BYTES = 8_000_000
 PORT = 8000
 WAIT_S = 90
+FOLLOW_S = 2
+"""Longest time until the other host, once it knows a new address, uses the ports there. The best round counts."""
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +145,37 @@ def test_a_port_behind_a_firewall_is_not_used(topology: Topology):
     wait_until_used(topology)
     assert_fetched(node, source)
     assert landed(topology, host) > before
+    assert_balanced(topology)
+
+
+def numbers(host: Node) -> list[int]:
+    """The numbers of the direct ports of a host's machines."""
+    return [direct["port"] for each in daemon.ask(host, "interface", "list") for direct in each.get("direct_ports", [])]
+
+
+def test_ports_follow_a_hosts_address(topology: Topology):
+    """The receiving host's underlay address changes: the same ports, of the same interfaces, are used there."""
+    sender, host = topology.hosts
+    source, node = pairs(topology)[0]
+    wait_until_used(topology)
+    before, times = numbers(host), []
+
+    def followed(address: str) -> None:
+        remote = f"{address}:9000"
+        wait_until("the new address", lambda: links(sender)[host.name]["remote"] == remote, WAIT_S, poll_s=0.05)
+        begin = time.monotonic()
+        wait_until("the ports to be used", lambda: used(sender) == [True] * 2, WAIT_S, poll_s=0.05)
+        times.append(time.monotonic() - begin)
+        assert numbers(host) == before
+        landed_before = landed(topology, host)
+        assert_fetched(node, source)
+        assert landed(topology, host) > landed_before + 50
+
+    with readdressed(host) as address:
+        followed(address)
+    followed(host.address)
+    assert min(times) <= FOLLOW_S, times
+    wait_until_used(topology)
     assert_balanced(topology)
 
 
