@@ -21,7 +21,7 @@ use vnet::wire::offload::Offload;
 
 use super::common::{self, WAIT, mac, wait_for, yielding};
 use super::{Host, NOTIFIED, Strategy, optimistic};
-use super::{Mode, guest};
+use super::{Mode, ring};
 
 const ROUNDS: u64 = 200;
 
@@ -169,7 +169,7 @@ fn the_call_precedes_the_receive(strategy: Strategy, kind: Kind) {
     let early = Arc::new(AtomicU64::new(0));
     let port = Port::new({
         let early = early.clone();
-        move || _ = early.fetch_add(u64::from(guest::is_readable(&call)), SeqCst)
+        move || _ = early.fetch_add(u64::from(ring::is_readable(&call)), SeqCst)
     });
     add(&mut host.host, &port, kind);
     let interrupts = &host.stats.interrupts;
