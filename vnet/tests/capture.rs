@@ -37,7 +37,7 @@ fn capture(host: &Host, ports: &[u16], options: Options) -> Arc<Session> {
     let session = Arc::new(Session::new(options, host.core.dispatchers()));
     let ports = ports.iter().map(|port| (PortId(*port), NAMES[usize::from(*port)]));
     let taps = vec![Tap::new(session.clone(), ports)];
-    host.core.observe(Observers { taps, question: None });
+    host.core.observe(Observers { taps, ..Observers::default() });
     session
 }
 
