@@ -98,6 +98,7 @@ def test_a_timeline_shows_early_notifications(topology: Topology):
         for found in row.rounds:
             assert 0 < found["received"] <= found["delivered"] <= found["reacted"] < found[timeline.RTT]
     assert direct.announced == [0, 0]
+    assert min(direct.notified) > 0.5
     assert all(found["delivered"] <= found["notified"] <= found["reacted"] for found in direct.rounds)
     assert min(early.announced) > 0.5, "mostly predicted"
     assert all(found["announced"] <= found["received"] for found in early.rounds)

@@ -39,6 +39,8 @@ class Row:
     """For each round the median round trip, and the median of each step that happened."""
     announced: list[float] = field(default_factory=list)
     """For each round, the share of receptions that were announced early."""
+    notified: list[float] = field(default_factory=list)
+    """For each round, the share of receptions with a notification after the receive."""
 
     def median(self, what: str) -> float | None:
         """The median over the rounds; None if it never happened."""
@@ -107,18 +109,23 @@ def _measure(topology: Topology, source: Node, guest: Node, row: Row, pings: int
     row.rounds.append({RTT: statistics.median(times)} | steps)
     counts = {step["step"]: step["count"] for step in timeline["steps"]}
     row.announced.append(counts["announced"] / timeline["receptions"])
+    row.notified.append(counts["notified"] / timeline["receptions"])
 
 
 def table(rows: list[Row]) -> str:
-    """The rows as text, with the round trip as a multiple of that with direct interrupts."""
+    """The rows as text, with the round trip as a multiple of that with direct interrupts.
+
+    EARLY % and LATE % are the shares of receptions with a notification before and after the receive; each time is the
+    median of those receptions in which the step happened.
+    """
     steps = ("received", "delivered", "notified", "reacted")
-    heading = ("BYTES", "INTERRUPTS", "RTT us", "x DIRECT", "EARLY %", "announced", *steps)
+    heading = ("BYTES", "INTERRUPTS", "RTT us", "x DIRECT", "EARLY %", "LATE %", "announced", *steps)
     lines = [heading]
     direct = {row.bytes: row.median(RTT) for row in rows if row.interrupts == "direct"}
     for row in rows:
         rtt, base = row.median(RTT), direct[row.bytes]
         times = ["-" if (at := row.median(step)) is None else f"{at:.1f}" for step in ("announced", *steps)]
-        early = 100 * statistics.mean(row.announced)
-        lines.append((str(row.bytes), row.interrupts, f"{rtt:.0f}", f"{rtt / base:.2f}", f"{early:.0f}", *times))
+        shares = [f"{100 * statistics.mean(share):.0f}" for share in (row.announced, row.notified)]
+        lines.append((str(row.bytes), row.interrupts, f"{rtt:.0f}", f"{rtt / base:.2f}", *shares, *times))
     widths = [max(len(line[column]) for line in lines) for column in range(len(heading))]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)

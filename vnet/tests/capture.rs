@@ -169,7 +169,7 @@ fn route_caches_answer_questions() {
     let flow = |dst| Flow { network: NetworkId::DEFAULT, src: mac(0), dst, from: PortId(0) };
     let ask = |flow: Flow| {
         let question = Arc::new(CacheQuestion::new(flow));
-        host.core.observe(Observers { taps: vec![], question: Some(question.clone()) });
+        host.core.observe(Observers { question: Some(question.clone()), ..Observers::default() });
         host.core.observe(Observers::default());
         question.answers()
     };
