@@ -7,10 +7,11 @@ way.
 """
 
 import re
+import time
 from collections.abc import Iterator
 
 import pytest
-from checks import assert_balanced, ping, port, wait_for_path
+from checks import assert_balanced, links, ping, port, readdressed, wait_for_path
 
 from vnetlab import daemon, guest, lab, machine, process, store
 from vnetlab.image import ensure_image
@@ -21,29 +22,37 @@ NAME = "test-direct-ports"
 BYTES = 8_000_000
 PORT = 8000
 WAIT_S = 90
+FOLLOW_S = 2
+"""Longest time until the other host, once it knows a new address, uses the ports there. The best round counts."""
+
+
+def bring_up(settings: Settings) -> Topology:
+    """A lab of virtual machines with direct ports, each of which serves a file."""
+    topology = lab.prepare(settings)
+    if settings.store:
+        store.start(topology)
+    for host in topology.hosts:
+        host.file(".toml").write_text(configuration(topology, host))
+        lab.start_daemon(topology, host)
+    image = ensure_image(lab.CACHE)
+    guests = topology.machines()
+    for each in guests:
+        guest.start(topology, each, image)
+    for each in guests:
+        guest.wait(each)
+        machine.execute(each, f"mkdir -p /files && head -c {BYTES} /dev/urandom >/files/sent")
+        machine.execute(each, f"busybox httpd -p {PORT} -h /files")
+    for one, other in pairs(topology):
+        wait_for_path(one, other.address, WAIT_S)
+    return topology
 
 
 @pytest.fixture(scope="module")
 def topology() -> Iterator[Topology]:
     """Two hosts that find each other through a store, each with a virtual machine in each of two networks."""
     lab.down(NAME)
-    topology = lab.prepare(Settings(name=NAME, containers=0, vms=2, underlay_mtu=9000, mtu=9000, store=True))
     try:
-        store.start(topology)
-        for host in topology.hosts:
-            host.file(".toml").write_text(configuration(topology, host))
-            lab.start_daemon(topology, host)
-        image = ensure_image(lab.CACHE)
-        guests = topology.machines()
-        for each in guests:
-            guest.start(topology, each, image)
-        for each in guests:
-            guest.wait(each)
-            machine.execute(each, f"mkdir -p /files && head -c {BYTES} /dev/urandom >/files/sent")
-            machine.execute(each, f"busybox httpd -p {PORT} -h /files")
-        for one, other in pairs(topology):
-            wait_for_path(one, other.address, WAIT_S)
-        yield topology
+        yield bring_up(Settings(name=NAME, containers=0, vms=2, underlay_mtu=9000, mtu=9000, store=True))
     finally:
         lab.down(NAME)
 
@@ -74,10 +83,11 @@ def used(host: Node) -> list[bool]:
 
 
 def wait_until_used(topology: Topology) -> None:
-    """Waits until both machines of each host have a direct port that is used."""
+    """Waits until each machine of each host has a direct port that is used."""
+    count = topology.settings.vms
     for host in topology.hosts:
-        wait_until(f"direct ports of {host.name}", lambda host=host: states(host) == ["used"] * 2, WAIT_S)
-        wait_until(f"direct ports seen by {host.name}", lambda host=host: used(host) == [True] * 2, WAIT_S)
+        wait_until(f"direct ports of {host.name}", lambda host=host: states(host) == ["used"] * count, WAIT_S)
+        wait_until(f"direct ports seen by {host.name}", lambda host=host: used(host) == [True] * count, WAIT_S)
 
 
 def peer(topology: Topology, host: Node) -> str:
@@ -145,8 +155,60 @@ def test_a_port_behind_a_firewall_is_not_used(topology: Topology):
     assert_balanced(topology)
 
 
+def numbers(host: Node) -> list[int]:
+    """The numbers of the direct ports of a host's machines."""
+    return [direct["port"] for each in daemon.ask(host, "interface", "list") for direct in each.get("direct_ports", [])]
+
+
+def test_ports_follow_a_hosts_address(topology: Topology):
+    """The receiving host's underlay address changes: the same ports, of the same interfaces, are used there."""
+    sender, host = topology.hosts
+    source, node = pairs(topology)[0]
+    wait_until_used(topology)
+    before, times = numbers(host), []
+
+    def followed(address: str) -> None:
+        remote = f"{address}:9000"
+        wait_until("the new address", lambda: links(sender)[host.name]["remote"] == remote, WAIT_S, poll_s=0.05)
+        begin = time.monotonic()
+        wait_until("the ports to be used", lambda: used(sender) == [True] * 2, WAIT_S, poll_s=0.05)
+        times.append(time.monotonic() - begin)
+        assert numbers(host) == before
+        landed_before = landed(topology, host)
+        assert_fetched(node, source)
+        assert landed(topology, host) > landed_before + 50
+
+    with readdressed(host) as address:
+        followed(address)
+    followed(host.address)
+    assert min(times) <= FOLLOW_S, times
+    wait_until_used(topology)
+    assert_balanced(topology)
+
+
 def test_a_machine_that_ends_withdraws_its_port(topology: Topology):
     host, node = topology.hosts[1], pairs(topology)[1][1]
     process.stop(node.file(".pid"))
     wait_until("the port to be withdrawn", lambda: used(topology.hosts[0]) == [True], WAIT_S)
     assert sorted(states(host)) == ["down", "used"]
+
+
+def test_sealed_links_have_direct_ports():
+    """Frames of sealed links take the ports, too; they are decrypted in vnetd's memory."""
+    name = f"{NAME}-sealed"
+    lab.down(name)
+    try:
+        topology = bring_up(Settings(name=name, containers=0, vms=1, sealed=True))
+        wait_until_used(topology)
+        (one, other), host = pairs(topology)[0], topology.hosts[1]
+        nft = ["ip", "netns", "exec", host.namespace, "nft"]
+        run([*nft, "add table inet count; add chain inet count in { type filter hook input priority 0; }"])
+        run([*nft, f"add rule inet count in udp dport {numbers(host)[0]} counter"])
+        assert_fetched(other, one)
+        assert ping(one, other.address, count=20) == (20, 20)
+        packets = int(re.search(r"counter packets (\d+)", run([*nft, "list", "table", "inet", "count"]))[1])
+        assert packets > 50, "the file came by the port"
+        assert landed(topology, host) == 0
+        assert_balanced(topology)
+    finally:
+        lab.down(name)

@@ -8,8 +8,8 @@ import pytest
 from checks import assert_balanced, metrics, ping, pinging, wait_for_path
 from conftest import MakeLab
 
-from vnetlab import daemon, lab, machine, measure, process
-from vnetlab.run import run, wait_until
+from vnetlab import daemon, lab, machine, measure, process, timeline
+from vnetlab.run import LabError, run, wait_until
 from vnetlab.topology import Node, Topology
 
 ROUNDS = 4
@@ -86,6 +86,31 @@ def test_optimistic_interrupts_lose_no_ping(topology: Topology):
         assert 0 < found["notifications_per_1000_frames"] <= 3000
         daemon.vnet(host, "interface", "set", guest.name, "interrupts=direct")
     assert_balanced(topology)
+
+
+def test_a_timeline_shows_early_notifications(topology: Topology):
+    """Steps come in their order; with early notifications, most pings are announced before they are received."""
+    source, guest = topology.find("h1v1"), topology.find("h2v1")
+    wait_for_path(source, guest.address)
+    direct, early, from_2048 = timeline.run(topology, source, guest, (56,), rounds=2, pings=100)
+    for row in (direct, early, from_2048):
+        assert len(row.rounds) == 2
+        for found in row.rounds:
+            assert 0 < found["received"] <= found["delivered"] <= found["reacted"] < found[timeline.RTT]
+    assert direct.announced == [0, 0]
+    assert min(direct.notified) > 0.5
+    assert all(found["delivered"] <= found["notified"] <= found["reacted"] for found in direct.rounds)
+    assert min(early.announced) > 0.5, "mostly predicted"
+    assert all(found["announced"] <= found["received"] for found in early.rounds)
+    assert max(from_2048.announced) < 0.5, "a small ping is not announced"
+    # Header, and a row for each setting.
+    assert len(timeline.table([direct, early, from_2048]).splitlines()) == 4
+    assert_balanced(topology)
+
+
+def test_a_timeline_of_no_interface_is_refused(topology: Topology):
+    with pytest.raises(LabError, match="there is no interface nobody"):
+        daemon.vnet(topology.hosts[0], "interface", "timeline", "nobody")
 
 
 @contextlib.contextmanager

@@ -14,10 +14,11 @@ from checks import assert_balanced, sent_to, wait_for_path
 from conftest import MakeLab
 
 from vnetlab import daemon, machine, measure, migration, process, store
-from vnetlab.run import LabError, wait_until
+from vnetlab.run import LabError, run, wait_until
 from vnetlab.topology import Kind, Node, Topology
 
-INTERVAL_S = 0.005
+PINGERS, INTERVAL_S = 8, 0.008
+"""1 000 pings/s: processes, and the interval of each. At intervals of 4 ms and less, ping waits for each answer."""
 STREAM_S = 12
 RATE = "200M"
 """Of the TCP stream in bit/s: an unlimited one makes pages dirty as fast as a busy host copies them."""
@@ -26,29 +27,34 @@ SETTLED_S = 30
 BEYOND_S = 0.2
 """Longest silence beyond the time for which QEMU stops the machine. The best round counts: this host may be busy."""
 ANSWER = re.compile(r"\[(\d+\.\d+)\].* icmp_seq=(\d+)")
+CUT_GAP_S = 1
+"""Longest silence of a machine whose migration fails because the destination is cut off: it never stands still."""
 LOG = "vhost-log"
 """Name of QEMU's memory for the log of dirty pages."""
 
 
 @pytest.fixture(scope="module")
 def topology(make_lab: MakeLab) -> Topology:
-    """Three hosts that find each other through a store, each with a container and a virtual machine."""
-    return make_lab(hosts=3, vms=1, store=True)
+    """Three hosts at 10 Gbit/s that find each other through a store, each with a container and a virtual machine."""
+    return make_lab(hosts=3, vms=1, store=True, wire="10g")
 
 
 @contextmanager
-def pings(source: Node, address: str) -> Iterator[list[tuple[float, int]]]:
-    """Pings while the context lasts; then the list holds time and number of each answer."""
-    answers: list[tuple[float, int]] = []
-    pid_file, log = source.file(".ping"), source.file(".ping-log")
-    log.unlink(missing_ok=True)
+def pings(source: Node, address: str) -> Iterator[list[list[tuple[float, int]]]]:
+    """Pings while the context lasts; then the list holds time and number of each answer, for each process."""
+    answers: list[list[tuple[float, int]]] = []
+    files = [(source.file(f".ping{n}"), source.file(f".ping-log{n}")) for n in range(PINGERS)]
     words = ["ping", "-n", "-D", "-i", str(INTERVAL_S), address]
-    process.start(machine.namespace_command(source, words), pid_file, log)
+    for pid_file, log in files:
+        log.unlink(missing_ok=True)
+        process.start(machine.namespace_command(source, words), pid_file, log)
     try:
         yield answers
     finally:
-        process.stop(pid_file)
-    answers += [(float(at), int(number)) for at, number in ANSWER.findall(log.read_text())]
+        for pid_file, _ in files:
+            process.stop(pid_file)
+    for _, log in files:
+        answers.append([(float(at), int(number)) for at, number in ANSWER.findall(log.read_text())])
 
 
 def is_logging(host: Node) -> bool:
@@ -87,7 +93,7 @@ def watch_locations(topology: Topology, vm: Node, places: tuple[Node, Node], ove
 
 
 def test_connections_survive_a_live_migration(topology: Topology):
-    """There and back under TCP and pings: hosts and store see the machine on one host, then on the other."""
+    """There and back under TCP and 1 000 pings/s: hosts and store see the machine on one host, then on the other."""
     vm, pinger, sender = topology.find("h1v1"), topology.find("h3c1"), topology.find("h2c1")
     first, second, _ = topology.hosts
     wait_for_path(pinger, vm.address)
@@ -109,11 +115,17 @@ def test_connections_survive_a_live_migration(topology: Topology):
         # The guest's clock stands still meanwhile, so the sender's intervals count.
         intervals = [interval["sum"]["bytes"] for interval in report["intervals"]]
         assert intervals[-1] > 0, "TCP goes on"
-        gaps = [(later - earlier, b - a - 1) for (earlier, a), (later, b) in itertools.pairwise(answers)]
+        gaps = [
+            (later - earlier, b - a - 1)
+            for process_answers in answers
+            for (earlier, a), (later, b) in itertools.pairwise(process_answers)
+        ]
         gap_s = max(gap for gap, _ in gaps)
         lost = sum(number for _, number in gaps if number > 0)
-        print(f"{migrated}, longest silence {gap_s * 1000:.0f} ms, {lost} of {len(answers)} pings lost")
-        assert lost * INTERVAL_S <= gap_s + 1, "pings are lost only while the machine stands still"
+        sent = sum(each[-1][1] - each[0][1] for each in answers)
+        rate = sent / (answers[0][-1][0] - answers[0][0][0])
+        print(f"{migrated}, longest silence {gap_s * 1000:.0f} ms, {lost} of {sent} pings lost, {rate:.0f}/s")
+        assert lost * INTERVAL_S / PINGERS <= gap_s + 1, "pings are lost only while the machine stands still"
         beyond.append(gap_s - migrated.downtime_ms / 1000)
         assert not any(map(is_logging, (source, destination)))
         assert_balanced(topology)
@@ -150,8 +162,39 @@ def test_a_failed_migration_changes_nothing(topology: Topology):
         assert seen.is_set()
         wait_for_path(pinger, vm.address)
         wait_until("logging to end", lambda: not is_logging(source), 10)
-    assert len(answers) > 100
+    assert sum(map(len, answers)) > 100
     assert store.records(topology)[f"/vnet/v1/1/interfaces/{vm.mac}"] == before
     assert "h1v1" not in {port["name"] for port in daemon.ask(destination, "stats")["ports"]}
     assert machine.execute(vm, "echo alive").strip() == "alive"
+    assert_balanced(topology)
+
+
+def test_a_cut_network_ends_a_migration(topology: Topology):
+    """The destination is cut off in the middle: the machine goes on where it was, always reachable, and unlogged."""
+    vm, pinger = topology.find("h1v1"), topology.find("h3c1")
+    source, destination, _ = topology.hosts
+    wait_for_path(pinger, vm.address)
+    before = store.records(topology)[f"/vnet/v1/1/interfaces/{vm.mac}"]
+    port = ["ip", "-n", topology.switch, "link", "set", destination.name]
+
+    def cut() -> float:
+        wait_until("the log", lambda: is_logging(source), 30, poll_s=0.005)
+        run([*port, "down"])
+        return time.time()
+
+    try:
+        with pings(pinger, vm.address) as answers, ThreadPoolExecutor() as pool:
+            cutter = pool.submit(cut)
+            with pytest.raises(LabError, match="goes on where it was: nothing got through"):
+                migration.migrate(topology, vm, destination, bandwidth=1 << 20)
+            cut_at = cutter.result()
+            wait_until("logging to end", lambda: not is_logging(source), 10)
+        during = sorted(at for each in answers for at, _ in each if at > cut_at)
+        assert during[-1] - during[0] > migration.STALL_S / 2, "pings went on"
+        assert max(later - earlier for earlier, later in itertools.pairwise(during)) < CUT_GAP_S
+        assert store.records(topology)[f"/vnet/v1/1/interfaces/{vm.mac}"] == before
+        assert machine.execute(vm, "echo alive").strip() == "alive"
+    finally:
+        run([*port, "up"])
+    wait_for_path(topology.find("h2c1"), vm.address, 60)
     assert_balanced(topology)

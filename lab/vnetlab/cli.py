@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from vnetlab import channel, console, demo, lab, machine, measure, migration
+from vnetlab import channel, console, demo, lab, machine, measure, migration, timeline
 from vnetlab.bench import command as bench
 from vnetlab.bench import mpi
 from vnetlab.evaluate import command as evaluate
@@ -126,6 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     measuring = add("measure", _measure, "Measure every pair of a lab that is up, by ping and iperf3.")
     measuring.add_argument("--repeat", type=int, default=1, metavar="N", help="iperf3 runs for each pair (default: 1)")
     measuring.add_argument("--json", action="store_true", help="print JSON")
+    timeline.add(add("timeline", timeline.command, timeline.__doc__.partition("\n")[0]))
     show = add("demo", _demo, "Bring two hosts up, measure every pair, print one table, take everything down.")
     show.add_argument("--report", type=Path, metavar="FILE", help="also write the figures to FILE as JSON")
     bench.add(add("bench", bench.command, "Measure vnet against its alternatives, in turn."))

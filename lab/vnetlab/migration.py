@@ -1,12 +1,14 @@
 """Live migration: a running virtual machine moves to another host of its lab, by QEMU's own migration.
 
-A second QEMU waits on the destination, with files of its own. It receives the machine's memory and state over a Unix
-socket while the machine runs. Then its files replace those of the first QEMU, so that all commands find the machine.
+A second QEMU waits on the destination, with files of its own. It receives the machine's memory and state over the
+underlay (`relay.py`) while the machine runs. Then its files replace those of the first QEMU, so that all commands find
+the machine.
 """
 
 import contextlib
 import json
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +23,11 @@ from vnetlab.topology import Kind, Node, Topology
 START_S = 30
 CLAIM_S = 10
 MIGRATE_S = 300
+STALL_S = 10
+"""A migration that has transferred nothing for so long is cancelled: the network may be cut."""
+PORT = 4444
+"""TCP port on the destination's underlay address."""
+RELAY = Path(__file__).parent / "relay.py"
 TELL_S = 1
 """Interval of progress lines."""
 MIB = 1 << 20
@@ -103,17 +110,20 @@ def migrate(
         )
     if process.find(machine.file(".pid")) is None:
         raise LabError(f"{machine.name} does not run", machine.file(".log"))
-    with _arriving(topology, machine, destination, device) as place:
-        incoming, uri = machine.file(f"{place}.qmp"), f"unix:{machine.file(f'{place}.migration')}"
-        with Monitor(incoming) as there, Monitor(machine.file(".qmp")) as here:
-            for monitor in (there, here):
-                # The source learns whether the destination could load the machine.
-                monitor.ask("migrate-set-capabilities", capabilities=[{"capability": "return-path", "state": True}])
-            here.ask("migrate-set-parameters", max_bandwidth=bandwidth)
-            there.ask("migrate-incoming", uri=uri)
-            begin = time.monotonic()
-            here.ask("migrate", uri=uri)
-            migrated = _follow(machine, here, begin)
+    with (
+        _arriving(topology, machine, destination, device) as place,
+        _underlay(machine, source, destination, place) as (uri, incoming),
+        Monitor(machine.file(f"{place}.qmp")) as there,
+        Monitor(machine.file(".qmp")) as here,
+    ):
+        for monitor in (there, here):
+            # The source learns whether the destination could load the machine.
+            monitor.ask("migrate-set-capabilities", capabilities=[{"capability": "return-path", "state": True}])
+        here.ask("migrate-set-parameters", max_bandwidth=bandwidth)
+        there.ask("migrate-incoming", uri=incoming)
+        begin = time.monotonic()
+        here.ask("migrate", uri=uri)
+        migrated = _follow(machine, here, begin)
     process.stop(machine.file(".pid"))
     for suffix in FILES:
         machine.file(f"{place}{suffix}").replace(machine.file(suffix))
@@ -162,6 +172,27 @@ def _arriving(topology: Topology, machine: Node, destination: Node, device: str)
         raise
 
 
+@contextlib.contextmanager
+def _underlay(machine: Node, source: Node, destination: Node, place: str) -> Iterator[tuple[str, str]]:
+    """A way from QEMU to QEMU across the underlay; yields the addresses for the source and for the destination."""
+    there = f"tcp:{destination.address}:{PORT}"
+    outgoing, incoming = (f"unix:{machine.file(f'{place}.{name}')}" for name in ("outgoing", "incoming"))
+    files = []
+    try:
+        for host, listen, to in ((destination, there, incoming), (source, outgoing, there)):
+            words = ["ip", "netns", "exec", host.namespace, sys.executable, str(RELAY), listen, to]
+            files.append(machine.file(f"{place}.{host.name}-relay"))
+            process.start(words, files[-1], machine.file(f"{place}.log"))
+        path = Path(outgoing.removeprefix("unix:"))
+        wait_until("the way to the destination", path.exists, START_S, machine.file(f"{place}.log"))
+        yield outgoing, incoming
+    finally:
+        for file in files:
+            process.stop(file)
+        for name in ("outgoing", "incoming"):
+            machine.file(f"{place}.{name}").unlink(missing_ok=True)
+
+
 def _wait(machine: Node, place: str) -> None:
     """Waits until the destination's QEMU answers."""
     log = machine.file(f"{place}.log")
@@ -178,7 +209,7 @@ def _wait(machine: Node, place: str) -> None:
 
 def _follow(machine: Node, monitor: Monitor, begin: float) -> Migrated:
     """Waits until a migration has completed. Raises LabError if it fails."""
-    told = begin
+    told, moved, stalled = begin, (0, begin), False
     while True:
         report = monitor.ask("query-migrate")
         status, now = report.get("status"), time.monotonic()
@@ -186,8 +217,15 @@ def _follow(machine: Node, monitor: Monitor, begin: float) -> Migrated:
         if status == "completed":
             return Migrated(round(now - begin, 2), report["downtime"], memory["transferred"] // MIB)
         if status in ("failed", "cancelled"):
-            why = report.get("error-desc", "QEMU gives no reason")
+            why = (
+                f"nothing got through for {STALL_S} s" if stalled else report.get("error-desc", "QEMU gives no reason")
+            )
             raise LabError(f"the migration of {machine.name} {status}, it goes on where it was: {why}")
+        if memory.get("transferred", 0) != moved[0]:
+            moved = memory["transferred"], now
+        if now - moved[1] > STALL_S and not stalled:
+            monitor.ask("migrate_cancel")
+            stalled = True
         if now - begin > MIGRATE_S:
             monitor.ask("migrate_cancel")
             raise LabError(f"the migration of {machine.name} did not end within {MIGRATE_S} s; it goes on where it was")

@@ -312,11 +312,30 @@ pub enum InterfaceCommand {
         #[arg(required = true, value_name = "KEY=VALUE", value_parser = setting)]
         settings: Vec<(String, Value)>,
     },
+    /// Record when the guest is notified of what arrives, and when it reacts
+    #[command(after_long_help = crate::timeline::HELP)]
+    Timeline(Timeline),
     /// Remove an interface that no route names; its guest sees the link go down
     Del {
         /// Name of the interface
         name: String,
     },
+}
+
+#[derive(clap::Args)]
+pub struct Timeline {
+    /// Name of the interface
+    name: String,
+    /// Duration of the recording, 1 to 50
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..=50))]
+    seconds: u16,
+}
+
+impl Timeline {
+    /// Path and query of the request.
+    pub fn path(&self) -> String {
+        format!("/v1/interfaces/{}/timeline?seconds={}", encode(&self.name), self.seconds)
+    }
 }
 
 #[derive(Subcommand)]

@@ -14,6 +14,7 @@ mod output;
 mod save;
 mod settings;
 mod show;
+mod timeline;
 mod top;
 
 use std::io::{self, IsTerminal};
@@ -63,6 +64,9 @@ fn run(args: &Args) -> Result<(), Failure> {
         Command::Interface(InterfaceCommand::Set { name, settings }) => {
             let settings: serde_json::Map<_, _> = settings.iter().cloned().collect();
             vnet.change(&format!("/v1/interfaces/{}", client::encode(name)), &settings.into())
+        }
+        Command::Interface(InterfaceCommand::Timeline(timeline)) => {
+            vnet.ask(&timeline.path(), timeline::show)
         }
         Command::Link(LinkCommand::Add(add)) => {
             vnet.add("/v1/links", &add.request(), |_: api::Link| format!("link {} added\n", add.name()))

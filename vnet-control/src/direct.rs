@@ -38,13 +38,17 @@ struct Port {
 }
 
 impl Port {
-    /// What the link announces, once the socket could be connected: at first there may be no route to the other host.
+    /// What the link announces, while it is known where the other host is. The socket follows the peer of a sealed link when it
+    /// roams.
     fn offer(&self) -> DirectOffer {
-        let (guest, socket, remote) = (self.guest.clone(), self.socket.clone(), self.link.options().remote);
+        let (guest, socket, link) = (self.guest.clone(), self.socket.clone(), Arc::downgrade(&self.link));
         let is_up = move || {
             let guest = guest.upgrade();
             guest.is_some_and(|guest| guest.state() == State::Up && !guest.has_departed())
-                && socket.aim(remote).is_ok()
+                && link
+                    .upgrade()
+                    .and_then(|link| link.remote())
+                    .is_some_and(|remote| socket.aim(remote).is_ok())
         };
         DirectOffer { port: self.at, is_up: Arc::new(is_up) }
     }
@@ -171,7 +175,7 @@ fn port(
         return Ok(known);
     }
     let listen = SocketAddr::new(around.core.bridge_address().ip(), 0);
-    let socket = UnderlayPort::bind(listen).map_err(|error| error.to_string())?;
+    let socket = UnderlayPort::bind(listen, !to.link.needs_seal()).map_err(|error| error.to_string())?;
     let at = DirectPort { network, mac, port: socket.local_addr().port() };
     Ok(Port { guest: Arc::downgrade(&live.interface), link: to.link.clone(), at, socket })
 }

@@ -79,15 +79,16 @@ fn links_without_direct_ports_have_a_reason() {
 }
 
 #[test]
-fn sealed_links_have_no_port() {
+fn sealed_links_have_ports_unless_they_have_a_rendezvous() {
     let dir = tempfile::tempdir().unwrap();
     let files = Pki::new(dir.path()).issue("h1", 1, Flaw::None, &[]);
     let (ca, certificate, key) = (files.ca.display(), files.certificate.display(), files.key.display());
     let identity = format!("[identity]\nca = \"{ca}\"\ncertificate = \"{certificate}\"\nkey = \"{key}\"\n");
-    let link = LINK.replace("trusted", "sealed");
-    let engine = Engine::start(desired(dir.path(), &(identity + &link))).unwrap();
-    let why = "link h2: sealed links receive into vnetd".to_string();
-    assert_eq!(shown(&engine, "vm1"), (vec![], Some(why)));
+    let sealed = LINK.replace("trusted", "sealed");
+    let relayed = "[[link]]\nname = \"h3\"\nvia = \"h2\"\nsealed = true\n";
+    let engine = Engine::start(desired(dir.path(), &(identity + &sealed + relayed))).unwrap();
+    let why = "link h3: links with a rendezvous have no direct ports".to_string();
+    assert_eq!(shown(&engine, "vm1"), (vec![("h2".into(), "down".into())], Some(why)));
     engine.stop();
 }
 

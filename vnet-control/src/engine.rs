@@ -24,6 +24,7 @@ use parking_lot::Mutex;
 use vnet::dispatch::core::{Core, CoreError, CoreOptions};
 use vnet::dispatch::observers::Observers;
 use vnet::dispatch::setup::{Feeder, InterfacePort, LinkPort, Parts};
+use vnet::dispatch::timeline::Timeline;
 use vnet::frame::{NetworkId, PortId};
 use vnet::interface::change_events::Bell;
 use vnet::kernel::{Outlive, PinOptions};
@@ -59,6 +60,9 @@ pub enum EngineError {
     /// The limit of captures is reached.
     #[error("{} captures are under way, which is the limit; end one first", vnet::capture::SESSIONS_MAX)]
     CapturesMax,
+    /// Receptions of one guest are recorded at a time.
+    #[error("a timeline is being recorded already; wait until it ends")]
+    TimelinesMax,
     /// The port of a traced frame's source is unknown.
     #[error("it is not known where {0} is; give the frame's origin: --from 'interface NAME'")]
     UnknownSource(Mac),
@@ -164,6 +168,8 @@ pub struct Engine {
     /// Sum of the counters of removed ports, so that the frame balance holds.
     pub(super) retired: Counters,
     pub(super) captures: Captures,
+    /// The recording of receptions in progress.
+    pub(super) timeline: Option<Arc<Timeline>>,
     /// Direct ports. Locked: setups make them, from the engine as it is.
     pub(super) direct: Mutex<DirectPorts>,
     pub(super) inbox: Arc<Inbox>,
@@ -228,6 +234,7 @@ impl Engine {
             route_indices: HashMap::new(),
             retired: Counters::from(&PortStats::default()),
             captures: Captures::default(),
+            timeline: None,
             direct: Mutex::default(),
             inbox: Arc::new(Inbox::new().map_err(CoreError::from)?),
             keeper,
@@ -379,9 +386,9 @@ impl Engine {
         interfaces.chain(links).collect()
     }
 
-    /// The taps that dispatchers need for the captures in progress.
+    /// What dispatchers need for the captures and the timeline in progress.
     pub(super) fn observers(&self) -> Observers {
-        self.captures.observers(&self.targets())
+        Observers { timeline: self.timeline.clone(), ..self.captures.observers(&self.targets()) }
     }
 
     /// Publishes the current state to the core.

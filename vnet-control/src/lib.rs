@@ -35,6 +35,7 @@ pub mod sealing;
 pub mod settings;
 pub mod station;
 mod table;
+mod timeline;
 mod trace;
 pub mod traffic;
 mod usage;

@@ -48,6 +48,6 @@ impl Captures {
             tapped.sort();
             Tap::new(capture.session.clone(), tapped.iter().map(|(name, port)| (*port, name.as_str())))
         };
-        Observers { taps: self.0.iter().map(tap).collect(), question: None }
+        Observers { taps: self.0.iter().map(tap).collect(), ..Observers::default() }
     }
 }

@@ -271,7 +271,7 @@ fn open(order: &Order<'_>, core: &Core) -> Result<LiveInterface, NotOpen> {
         Attachment::VhostUser { socket, server, front_end, direct: own } => {
             if let Some(DirectSpec { port, .. }) = own {
                 let address = SocketAddr::new(core.bridge_address().ip(), *port);
-                direct = Some(UnderlayPort::bind(address)?);
+                direct = Some(UnderlayPort::bind(address, true)?);
             }
             let (socket, server, name) = (socket.clone(), *server, spec.name.clone());
             let (access, peer) = (front_end.access()?, front_end.peer()?);

@@ -37,7 +37,7 @@ fn capture(host: &Host, ports: &[u16], options: Options) -> Arc<Session> {
     let session = Arc::new(Session::new(options, host.core.dispatchers()));
     let ports = ports.iter().map(|port| (PortId(*port), NAMES[usize::from(*port)]));
     let taps = vec![Tap::new(session.clone(), ports)];
-    host.core.observe(Observers { taps, question: None });
+    host.core.observe(Observers { taps, ..Observers::default() });
     session
 }
 
@@ -169,7 +169,7 @@ fn route_caches_answer_questions() {
     let flow = |dst| Flow { network: NetworkId::DEFAULT, src: mac(0), dst, from: PortId(0) };
     let ask = |flow: Flow| {
         let question = Arc::new(CacheQuestion::new(flow));
-        host.core.observe(Observers { taps: vec![], question: Some(question.clone()) });
+        host.core.observe(Observers { question: Some(question.clone()), ..Observers::default() });
         host.core.observe(Observers::default());
         question.answers()
     };

@@ -11,13 +11,14 @@ use std::time::{Duration, Instant};
 
 use common::{WAIT, link_port, link_to, wait_for};
 use vnet::dispatch::core::{Core, CoreOptions};
+use vnet::dispatch::in_place::UnderlayPort;
 use vnet::dispatch::yielding::Strategy;
 use vnet::frame::{NetworkId, PortId};
 use vnet::interface::fake::{Fake, OwnedFrame};
 use vnet::link::sealed::identity::IdentityStore;
 use vnet::link::sealed::keeper::{Keeper, KeeperOptions};
 use vnet::link::sealed::pki::{Flaw, Pki};
-use vnet::link::{ANYWHERE, Encapsulation, Link, LinkOptions, LinkState, Security};
+use vnet::link::{ANYWHERE, DirectOffer, DirectPort, Encapsulation, Link, LinkOptions, LinkState, Security};
 use vnet::stats::{DiscardReason, DropReason};
 use vnet::wire::offload::Offload;
 
@@ -141,6 +142,40 @@ fn sealed_links_come_up_and_carry_frames() {
     }
     hosts.iter().for_each(Host::assert_balanced);
     wait_for("a round trip", || h1.link().seal_view().unwrap().rtt_us.is_some(), String::new);
+}
+
+/// Hosts of a sealed link negotiate a port for a guest. Its frames arrive there sealed, small and large, and all others at the link's
+/// port.
+#[test]
+fn sealed_links_negotiate_direct_ports() {
+    let (_folder, pki) = folder();
+    let [h1, mut h2] = pair(&pki, HOUR, 1);
+    h2.host.interfaces[0].member.mac = Some(common::mac(2));
+    let port = UnderlayPort::bind((h2.address().ip(), 0).into(), false).unwrap();
+    h2.host.feeders = vec![(h2.host.interfaces[0].member.port, port.clone())];
+    h2.host.publish();
+    let at = DirectPort { network: NetworkId::DEFAULT, mac: common::mac(2), port: port.local_addr().port() };
+    port.aim(h1.address()).unwrap();
+    assert!(h2.link().offer_direct(vec![DirectOffer { port: at, is_up: Arc::new(|| true) }]));
+    wait_for(
+        "the port to be used",
+        || h1.link().direct_guests() == [(at, true)],
+        || format!("{:?}", h1.link().direct_guests()),
+    );
+    for len in [60, 1400, 9000, 65_000] {
+        h1.fake.send([frame(2, 1, len, 1), frame(3, 1, len, 2)]);
+        let got: HashSet<_> = h2.fake.wait_for(2, WAIT).into_iter().map(|(bytes, _)| bytes).collect();
+        assert_eq!(got, HashSet::from([frame(2, 1, len, 1).0, frame(3, 1, len, 2).0]), "{len} bytes");
+    }
+    // With the port closed to the peer, the guest's frames do not come, but those for others do.
+    port.aim("127.0.0.9:9".parse().unwrap()).unwrap();
+    h1.fake.send([frame(2, 1, 100, 3), frame(3, 1, 100, 4)]);
+    assert_eq!(h2.fake.wait_for(1, WAIT), [frame(3, 1, 100, 4)]);
+    assert_eq!(h2.link().stats().direct_in_place.get(), 0, "decrypted in vnetd's memory");
+    // Without trials that arrive, the link's port is used again.
+    wait_for("the port to be unused", || h1.link().direct_guests() == [(at, false)], String::new);
+    h1.fake.send([frame(2, 1, 100, 5)]);
+    assert_eq!(h2.fake.wait_for(1, WAIT), [frame(2, 1, 100, 5)]);
 }
 
 /// A link comes up if only one side knows the other's address, whichever of the two names sorts first.

@@ -35,7 +35,7 @@ use crate::follow::{self, Followers};
 use crate::gate::{self, Token};
 use crate::rdma_engine::RdmaEngine;
 use crate::shared::{BODY_MAX, Refused, Shared, change, json, refusal, with_engine};
-use crate::{capture, events, metrics, script};
+use crate::{capture, events, metrics, script, timeline};
 
 /// State of the handlers.
 #[derive(Clone)]
@@ -92,6 +92,7 @@ fn described() -> OpenApiRouter<App> {
         .routes(routes!(flows))
         .routes(routes!(interfaces, add_interface))
         .routes(routes!(remove_interface, change_interface))
+        .routes(routes!(timeline::record))
         .routes(routes!(links, add_link))
         .routes(routes!(remove_link))
         .routes(routes!(list_routes, add_route))

@@ -23,6 +23,7 @@ mod script;
 mod sealing;
 mod serve;
 mod shared;
+mod timeline;
 mod tls;
 mod watchdog;
 

@@ -4,9 +4,11 @@
 
 mod direct;
 mod stats;
+mod timeline;
 
 pub use direct::*;
 pub use stats::*;
+pub use timeline::*;
 
 use std::fmt;
 

@@ -217,10 +217,15 @@ impl Dispatcher {
                     continue;
                 }
             }
+            let (event, from) = (served.event.take(), served.guest());
+            self.forwarder.record(|recorder, _| recorder.begin(event));
             self.forwarder.announce(&mut served.prediction);
             let burst = source::receive(&mut *served.source, &mut self.batch, &mut self.drops, now_ms);
             let taken = burst.taken;
             self.forwarder.received(taken.drained);
+            if taken.units > 0 {
+                self.forwarder.record(|recorder, now| recorder.received(from, event, now));
+            }
             if let Some(share) = &mut served.share {
                 share.charge(&burst, now);
             }
@@ -328,6 +333,9 @@ impl Dispatcher {
             self.served[index].wake();
             if arrived {
                 self.served[index].prediction.arrived();
+            }
+            if self.forwarder.is_recorded() {
+                self.served[index].event.get_or_insert_with(Instant::now);
             }
         }
     }

@@ -13,6 +13,7 @@ use super::arrival::Prediction;
 use super::dispatcher_stats::DispatcherStats;
 use super::pending::Pending;
 use super::setup::{Port, Setup};
+use super::timeline::Recorder;
 use crate::frame::{BATCH_MAX, Batch, DropSink, Frame, Origin, PortId, Selection};
 use crate::interface::interrupts::CHECK_AFTER_MAX;
 use crate::link::Sender;
@@ -55,6 +56,8 @@ pub(super) struct Forwarder {
     pending: Pending,
     /// Bytes of `work` before the current burst.
     burst_starts: u64,
+    /// Records when a guest receives, if that is observed.
+    recorder: Option<Recorder>,
 }
 
 impl Forwarder {
@@ -73,6 +76,7 @@ impl Forwarder {
             answers: Batch::new(),
             pending: Pending::default(),
             burst_starts: 0,
+            recorder: None,
         };
         forwarder.adopt(setup, None);
         forwarder
@@ -87,6 +91,14 @@ impl Forwarder {
     pub(super) fn adopt(&mut self, setup: Arc<Setup>, verdicts: Option<Verdicts>) {
         if let Some(question) = &setup.observers.question {
             question.ask(self.dispatcher, &self.router, self.now_ms);
+        }
+        let timeline = setup.observers.timeline.as_ref();
+        let is_same = |timeline| self.recorder.as_ref().is_some_and(|before| before.is_of(timeline));
+        if !timeline.is_some_and(is_same) {
+            self.recorder = timeline.and_then(|timeline| {
+                let port = setup.interface(timeline.port())?;
+                Some(Recorder::new(timeline.clone(), port.stats.clone()))
+            });
         }
         // When only the observers differ, the route cache stays valid.
         if !Arc::ptr_eq(&setup.table, self.router.table()) {
@@ -116,6 +128,7 @@ impl Forwarder {
         if let Some(port) = self.setup.interface(id) {
             self.pending.landed(port, landed.queue);
         }
+        self.record(|recorder, now| recorder.delivered(id, now));
     }
 
     /// Reads zero-copy completions from the kernel. Returns true when interfaces may reclaim buffers.
@@ -256,6 +269,7 @@ impl Forwarder {
                 }
             }
         }
+        self.record(|recorder, now| recorder.delivered(id, now));
     }
 }
 
@@ -280,11 +294,26 @@ fn answer(setup: &Setup, head: &[u8], frame: &Frame, answers: &mut Batch) -> boo
 
 /// Optimistic interrupts: guests with a pending interrupt decision.
 impl Forwarder {
+    /// Notes a step of a reception, if receptions are recorded.
+    #[inline]
+    pub(super) fn record(&mut self, note: impl FnOnce(&mut Recorder, Instant)) {
+        if let Some(recorder) = &mut self.recorder {
+            note(recorder, Instant::now());
+        }
+    }
+
+    /// True if receptions are recorded.
+    #[inline]
+    pub(super) fn is_recorded(&self) -> bool {
+        self.recorder.is_some()
+    }
+
     /// Begins a burst of a source: notifies the guest that it is predicted to be for, if its data has just arrived.
     #[inline]
     pub(super) fn announce(&mut self, prediction: &mut Prediction) {
         self.burst_starts = self.work.bytes;
         self.pending.announce(&self.setup, prediction);
+        self.record(Recorder::announced);
     }
 
     /// Records that the burst is received, and whether the source is drained.
@@ -303,6 +332,7 @@ impl Forwarder {
     #[inline]
     pub(super) fn end_of_coalescing(&mut self, all: bool) {
         self.pending.end(&self.setup, all);
+        self.record(Recorder::notified);
     }
 
     /// Drops the checks of guests that have reacted to their interrupts.
@@ -316,6 +346,7 @@ impl Forwarder {
     pub(super) fn check_if_due(&mut self) {
         if self.pending.time_to_check() == Some(Duration::ZERO) {
             self.pending.check(&self.setup, Instant::now());
+            self.record(Recorder::notified);
         }
     }
 

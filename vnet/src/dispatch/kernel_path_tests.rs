@@ -154,7 +154,7 @@ impl World {
         };
         let interfaces = (0..PORTS).map(interface).collect();
         let networks = vec![NetworkSpec { id: NetworkId::DEFAULT, learning: true, ageing_s: 300 }];
-        let observers = Observers { taps, question: None };
+        let observers = Observers { taps, ..Observers::default() };
         let mut setup = Setup::new(Parts { networks, interfaces, rules, observers, ..Parts::default() });
         self.generation += 1;
         setup.generation = self.generation;

@@ -29,6 +29,7 @@
 //! - [`dispatcher_stats`]: a dispatcher's own statistics.
 //! - `observe`: records frames for captures; [`observers`](mod@self::observers): active captures and cache queries.
 //! - `kernel_path`: verdicts that the kernel applies by itself; `tunnels`: between hosts; `wire_path`: to vnet hosts.
+//! - [`timeline`](mod@self::timeline): when a guest is notified of what arrives, and when it reacts.
 //! - [`mode`](mod@self::mode): guest-driven or VMM-driven queues; `served`: when a queue is polled and when it sleeps.
 //! - [`yielding`](mod@self::yielding): the yield strategy of an idle dispatcher.
 //! - [`share`]: weights of sources, and rate limits.
@@ -60,6 +61,7 @@ pub mod setup;
 pub mod share;
 mod shared;
 mod spare_cpus;
+pub mod timeline;
 mod tunnels;
 mod wire_path;
 mod worker;

@@ -1,9 +1,10 @@
-//! Observers of a core: captures, and queries of dispatchers' route caches. Part of a setup.
+//! Observers of a core: captures, queries of dispatchers' route caches, and a recording of a guest's receptions. Part of a setup.
 
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 
+use super::timeline::Timeline;
 use crate::capture::Tap;
 use crate::frame::PortId;
 use crate::route::{Flow, Router};
@@ -52,4 +53,6 @@ pub struct Observers {
     pub taps: Vec<Tap>,
     /// A query of the route caches.
     pub question: Option<Arc<CacheQuestion>>,
+    /// A recording of when a guest receives.
+    pub timeline: Option<Arc<Timeline>>,
 }

@@ -16,8 +16,9 @@ use std::time::Instant;
 
 use super::arrival::Prediction;
 use super::mode::{Drive, Driver};
-use super::setup::Feed;
+use super::setup::{Feed, FeedKind};
 use super::share::{Grant, Share};
+use crate::frame::PortId;
 use crate::source::Source;
 use crate::stats::PortStats;
 
@@ -39,6 +40,8 @@ pub(super) struct Served {
     pub(super) limited: bool,
     /// Whom the source's next frames are for.
     pub(super) prediction: Prediction,
+    /// Time of the event since the last look, while receptions are recorded.
+    pub(super) event: Option<Instant>,
 }
 
 impl Served {
@@ -59,12 +62,19 @@ impl Served {
             share: None,
             limited: false,
             prediction: Prediction::default(),
+            event: None,
         }
     }
 
     /// Counts the frames that a guest's port delivers in the rate that decides about its mode.
     pub(super) fn counting(self, port: Arc<PortStats>) -> Served {
         Served { driver: self.driver.counting(port), ..self }
+    }
+
+    /// The guest whose queue the source is.
+    pub(super) fn guest(&self) -> Option<PortId> {
+        let feed = self.feed.as_ref().filter(|feed| matches!(feed.kind, FeedKind::Interface(_)));
+        feed.map(|feed| feed.port)
     }
 
     /// True when the source is polled every turn, notified or not.

@@ -84,7 +84,7 @@ impl Link {
         let kind = match &options.kind {
             LinkKind::Native { guests } => {
                 let place = RemoteAddress::new(remote, options.ports, peer.is_some());
-                let mut native = Native::new((place, remote), guests, &common);
+                let mut native = Native::new(place, guests, &common);
                 native.seal = peer.map(|peer| Box::new(Seal::new(peer)));
                 native.via = via.map(PathChoice::new);
                 Kind::Native(Box::new(native))
@@ -170,7 +170,7 @@ impl Link {
 
     /// True when nothing may be sent in clear text on the link.
     #[inline]
-    pub(crate) fn needs_seal(&self) -> bool {
+    pub fn needs_seal(&self) -> bool {
         self.seal().is_some()
     }
 
@@ -285,7 +285,10 @@ impl Link {
     /// The reason why it does not.
     pub fn has_direct_ports(&self) -> Result<(), &'static str> {
         match &self.kind {
-            Kind::Native(native) if native.seal.is_some() => Err("sealed links receive into vnetd"),
+            // The relay forwards, and NATs map, the link's port only.
+            Kind::Native(native) if native.via.is_some() => {
+                Err("links with a rendezvous have no direct ports")
+            }
             Kind::Native(_) => Ok(()),
             _ => Err("only links of encapsulation native have direct ports"),
         }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use vnet::dispatch::core::{Core, CoreOptions};
 use vnet::dispatch::mode::Drive;
-use vnet::dispatch::setup::{InterfacePort, LinkPort, Parts};
+use vnet::dispatch::setup::{Feeder, InterfacePort, LinkPort, Parts};
 use vnet::frame::{MTU_MAX, NetworkId, Origin, PortId};
 use vnet::interface::Interface;
 use vnet::interface::fake::{Fake, OwnedFrame};
@@ -34,6 +34,8 @@ pub struct Host {
     pub fakes: Vec<Arc<Fake>>,
     pub interfaces: Vec<InterfacePort>,
     pub links: Vec<LinkPort>,
+    /// Sources of frames for single interfaces.
+    pub feeders: Vec<(PortId, Arc<dyn Feeder>)>,
     pub rules: Vec<Rule>,
     pub networks: Vec<NetworkSpec>,
     pub published: Arc<Published>,
@@ -51,6 +53,7 @@ impl Host {
             fakes: vec![],
             interfaces: vec![],
             links: vec![],
+            feeders: vec![],
             rules: vec![],
             networks: vec![LEARNING],
             published: Arc::default(),
@@ -105,6 +108,7 @@ impl Host {
             networks: self.networks.clone(),
             interfaces: self.interfaces.clone(),
             links: self.links.clone(),
+            feeders: self.feeders.clone(),
             rules: self.rules.clone(),
             published: self.published.clone(),
             ..Parts::default()

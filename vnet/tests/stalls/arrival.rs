@@ -21,9 +21,11 @@ use vnet::wire::offload::Offload;
 
 use super::common::{self, WAIT, mac, wait_for, yielding};
 use super::{Host, NOTIFIED, Strategy, optimistic};
-use super::{Mode, guest};
+use super::{Mode, ring};
 
 const ROUNDS: u64 = 200;
+/// When a recorder is checked after the end of coalescing.
+const CHECK: Duration = Duration::from_millis(1);
 
 /// A port like a socket: a descriptor is readable while frames wait. Observes the guest when it is received from.
 struct Port {
@@ -169,7 +171,7 @@ fn the_call_precedes_the_receive(strategy: Strategy, kind: Kind) {
     let early = Arc::new(AtomicU64::new(0));
     let port = Port::new({
         let early = early.clone();
-        move || _ = early.fetch_add(u64::from(guest::is_readable(&call)), SeqCst)
+        move || _ = early.fetch_add(u64::from(ring::is_readable(&call)), SeqCst)
     });
     add(&mut host.host, &port, kind);
     let interrupts = &host.stats.interrupts;
@@ -222,8 +224,8 @@ fn wrong_predictions_are_counted_and_back_off() {
     host.host.assert_balanced();
 }
 
-/// A guest that records what it is told, and when.
-struct Recorder(Arc<Mutex<Vec<&'static str>>>, Arc<PortStats>);
+/// A guest that records what it is told, and when; and whether its ring shows that it has reacted.
+struct Recorder(Arc<Mutex<Vec<&'static str>>>, Arc<PortStats>, bool);
 
 impl Interface for Recorder {
     fn queues(&self) -> usize {
@@ -271,11 +273,11 @@ impl Coalesce for Recorder {
 
     fn end_of_coalescing(&self, _queue: usize) -> Option<Duration> {
         self.0.lock().push("end");
-        Some(Duration::from_millis(1))
+        Some(CHECK)
     }
 
     fn has_reacted(&self, _queue: usize) -> bool {
-        false
+        self.2
     }
 
     fn check(&self, _queue: usize) {
@@ -283,23 +285,37 @@ impl Coalesce for Recorder {
     }
 }
 
-#[test]
-fn calls_come_in_the_order_of_the_paper() {
+/// Rounds in which a frame arrives for a guest that `reacts`, and the last call of each. The calls of each round are asserted.
+fn rounds(reacts: bool, last: &'static str, expected: &[&[&str]]) {
     let (calls, stats) = (Arc::new(Mutex::new(vec![])), Arc::new(PortStats::default()));
     let port = Port::new({
         let calls = calls.clone();
         move || calls.lock().push("receive")
     });
     let mut host = common::Host::start(yielding(Strategy::Block));
-    let guest = Arc::new(Recorder(calls.clone(), stats.clone()));
+    let guest = Arc::new(Recorder(calls.clone(), stats.clone(), reacts));
     host.add_interface(NetworkId::DEFAULT, guest, stats);
     add(&mut host, &port, Kind::Shared);
-    let round = |expected: &[&str]| {
+    for expected in expected {
         port.arrive(mac(1), 0);
-        let done = || calls.lock().last() == Some(&"check");
-        wait_for("the check", done, || format!("{:?}", calls.lock()));
-        assert_eq!(*std::mem::take(&mut *calls.lock()), *expected);
-    };
-    round(&["receive", "deliver", "end", "check"]);
-    (0..3).for_each(|_| round(&["announce", "receive", "deliver", "end", "check"]));
+        wait_for("the last call", || calls.lock().last() == Some(&last), || format!("{:?}", calls.lock()));
+        // Ten times as long as the check takes to come.
+        std::thread::sleep(10 * CHECK);
+        assert_eq!(*std::mem::take(&mut *calls.lock()), **expected);
+    }
+}
+
+#[test]
+fn calls_come_in_the_order_of_the_paper() {
+    let first: &[&str] = &["receive", "deliver", "end", "check"];
+    let next: &[&str] = &["announce", "receive", "deliver", "end", "check"];
+    rounds(false, "check", &[first, next, next, next]);
+}
+
+/// Its ring shows by the event index that it has reacted to the early interrupt.
+#[test]
+fn a_guest_that_has_reacted_is_not_checked() {
+    let first: &[&str] = &["receive", "deliver", "end"];
+    let next: &[&str] = &["announce", "receive", "deliver", "end"];
+    rounds(true, "end", &[first, next, next, next]);
 }

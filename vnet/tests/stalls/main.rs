@@ -12,6 +12,8 @@ mod arrival;
 #[path = "../common/mod.rs"]
 mod common;
 mod guest;
+#[path = "../common/ring.rs"]
+mod ring;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -15,12 +15,15 @@
 //!
 //! The guess can only be wrong about what follows the first datagram. So bytes that a wrong guess writes to guest buffers came
 //! from the port's peer, were sent to that port, and followed a frame for this guest; the guest is never notified of them. No
-//! other sender can write there: the socket is connected to the peer's address, so the kernel drops other sources, and each
-//! message's source is checked before it is received. An attacker who can forge the peer's address can forge any datagram of a
+//! other sender can write there: the socket's filter drops other sources (link/socket/source_filter.rs), and each message's
+//! source is checked before it is received. An attacker who can forge the peer's address can forge any datagram of a
 //! clear-text link.
 //!
 //! A configured port is for a MAC address, which may occur in several networks, so it needs a link with one network: otherwise
 //! a wrong guess could write bytes of one network to a guest of another. A negotiated port is for a MAC address in one network.
+//!
+//! A port of a sealed link receives nothing in place: its datagrams are decrypted in vnetd's memory, as those at the link's port. It
+//! still tells before any receive for which guest the data is, which early interrupts use (dispatch/arrival.rs).
 //!
 //! A guest may write to its memory at any time. Routing decisions use the peek's private copy and the headers, which never lie in
 //! guest memory. Data that is copied out may have been changed by the guest it was sent to, except for the head that was checked.

@@ -1,4 +1,4 @@
-//! An interface's own underlay port: a UDP socket connected to one peer, with the next message peeked before it is received.
+//! An interface's own underlay port: a UDP socket that receives from one peer, with the next message peeked before it is received.
 
 use std::io;
 use std::net::SocketAddr;
@@ -11,7 +11,7 @@ use crate::frame::HEAD_MAX;
 use crate::link::BridgeError;
 use crate::link::socket::message::{Report, receive_message};
 use crate::link::socket::name::Name;
-use crate::link::socket::udp::{Socket, check};
+use crate::link::socket::udp::Socket;
 use crate::wire::native::HEADER_LEN;
 use crate::wire::offload::WIRE_LEN;
 
@@ -21,40 +21,49 @@ pub(super) const PEEK_LEN: usize = HEADER_LEN + WIRE_LEN + HEAD_MAX;
 /// The socket and its current peer.
 pub struct UnderlayPort {
     socket: Arc<Socket>,
-    /// The peer's address that the socket is connected to.
+    /// The address whose datagrams the socket accepts.
     peer: Mutex<Option<SocketAddr>>,
+    /// False for a sealed link: its datagrams are decrypted in vnetd's memory.
+    in_place: bool,
 }
 
 impl UnderlayPort {
-    /// Binds `address`. Nothing is received before [`UnderlayPort::aim`].
-    pub fn bind(address: SocketAddr) -> Result<Arc<UnderlayPort>, BridgeError> {
-        let socket =
-            Socket::bind(address, false).map_err(|error| BridgeError::new("direct_port", address, error))?;
-        Ok(Arc::new(UnderlayPort { socket: Arc::new(socket), peer: Mutex::new(None) }))
+    /// Binds `address`, for frames that are received `in_place` or, from sealed links, in vnetd's memory. Nothing is received
+    /// before [`UnderlayPort::aim`].
+    pub fn bind(address: SocketAddr, in_place: bool) -> Result<Arc<UnderlayPort>, BridgeError> {
+        let refused = |error| BridgeError::new("direct_port", address, error);
+        let socket = Socket::bind(address, false).map_err(refused)?;
+        let port = UnderlayPort { socket: Arc::new(socket), peer: Mutex::new(None), in_place };
+        port.accept_only(None).map_err(refused)?;
+        Ok(Arc::new(port))
     }
 
-    /// Accepts datagrams only from `peer` from now on, and drops those that arrived before.
+    /// Accepts datagrams only from `peer` from now on, and drops those that arrived before. This host's own addresses may change
+    /// meanwhile.
     pub fn aim(&self, peer: SocketAddr) -> io::Result<()> {
         let mut current = self.peer.lock();
-        if *current == Some(peer) {
-            return Ok(());
+        if *current != Some(peer) {
+            *current = None;
+            self.accept_only(Some(peer))?;
+            *current = Some(peer);
         }
-        let name = Name::new(peer, self.socket.local().is_ipv6()).ok_or(io::ErrorKind::InvalidInput)?;
-        // SAFETY: `name` holds a socket address (AF_UNSPEC disconnects) of the stated length.
-        let connect =
-            |name: &Name| unsafe { libc::connect(self.fd().as_raw_fd(), name.as_ptr(), name.len()) };
-        if current.take().is_some() {
-            // The first connect fixed the source address; disconnecting first lets the kernel choose it again.
-            check(connect(&Name::unknown()))?;
-        }
-        check(connect(&name))?;
+        Ok(())
+    }
+
+    /// Drops what waits, too.
+    pub(super) fn accept_only(&self, peer: Option<SocketAddr>) -> io::Result<()> {
+        self.socket.accept_only(peer)?;
         let mut byte = [0u8; 1];
         // SAFETY: the one byte of the buffer is writable; the kernel drops the rest of the datagram.
         while unsafe { libc::recv(self.fd().as_raw_fd(), byte.as_mut_ptr().cast(), 1, libc::MSG_DONTWAIT) }
             >= 0
         {}
-        *current = Some(peer);
         Ok(())
+    }
+
+    /// Whether frames may be received in place.
+    pub(super) fn in_place(&self) -> bool {
+        self.in_place
     }
 
     /// The bound address, with the port that the kernel chose if none was configured.

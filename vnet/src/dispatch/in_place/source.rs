@@ -68,6 +68,9 @@ impl Feeder for UnderlayPort {
 impl InPlaceSource {
     /// Receives the next message in place, if it starts a suitable frame.
     fn land(&mut self, setup: &Setup, now_ms: u64) -> Step {
+        if !self.port.in_place() {
+            return Step::Ordinary;
+        }
         let Some(peeked) = self.port.peek() else { return Step::Nothing };
         let Some(interface) = setup.interface(self.id).filter(|_| !setup.is_observed()) else {
             return Step::Ordinary;

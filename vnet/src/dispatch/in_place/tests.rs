@@ -47,7 +47,7 @@ fn link(remote: SocketAddr) -> Arc<Link> {
 impl Pair {
     fn new(path_mtu: u32) -> Pair {
         let (sender, host) = (bridge(), bridge());
-        let direct = UnderlayPort::bind("127.0.0.1:0".parse().unwrap()).unwrap();
+        let direct = UnderlayPort::bind("127.0.0.1:0".parse().unwrap(), true).unwrap();
         direct.aim(sender.local_addr()).unwrap();
         let (out, link) = (link(direct.local_addr()), link(sender.local_addr()));
         out.assume_path_mtu(path_mtu);
@@ -269,13 +269,30 @@ fn frames_take_a_negotiated_port() {
     assert_eq!((lens, pair.direct.peek().is_none()), (vec![20_000], true));
 }
 
+/// The port receives at whatever address this host has: the peer sends to another one than before.
 #[test]
-fn sealed_links_have_no_direct_ports() {
+fn a_port_follows_a_change_of_this_hosts_address() {
+    let peer = UdpSocket::bind("127.0.0.1:0").unwrap();
+    let direct = UnderlayPort::bind("0.0.0.0:0".parse().unwrap(), true).unwrap();
+    direct.aim(peer.local_addr().unwrap()).unwrap();
+    for address in ["127.0.0.1", "127.0.0.2"] {
+        peer.send_to(&[0x10; 6000], (address, direct.local_addr().port())).unwrap();
+        assert_eq!(direct.peek().map(|peeked| peeked.len), Some(6000), "{address}");
+        direct.accept_only(peer.local_addr().ok()).unwrap();
+        assert!(direct.peek().is_none());
+    }
+}
+
+#[test]
+fn only_links_whose_ports_can_be_reached_have_direct_ports() {
     let options = link("127.0.0.1:9".parse().unwrap()).options().clone();
-    let security = crate::link::Security { peer: Some("peer".into()), ..Default::default() };
-    let sealed = Link::with_security(options, security, PortId(7), Arc::default());
-    assert_eq!(sealed.has_direct_ports(), Err("sealed links receive into vnetd"));
-    assert_eq!(link("127.0.0.1:9".parse().unwrap()).has_direct_ports(), Ok(()));
+    let of = |via: Option<&str>| {
+        let (peer, via) = (Some("peer".into()), via.map(Into::into));
+        let security = crate::link::Security { peer, via, ..Default::default() };
+        Link::with_security(options.clone(), security, PortId(7), Arc::default()).has_direct_ports()
+    };
+    assert_eq!((of(None), link(options.remote).has_direct_ports()), (Ok(()), Ok(())));
+    assert_eq!(of(Some("relay")), Err("links with a rendezvous have no direct ports"));
 }
 
 /// Several frames in one message, each of which could be the first fragment of a longer frame.
@@ -291,7 +308,7 @@ fn whole_frames_of_one_size_stay_apart() {
 /// Only the peer's datagrams reach the port, from the first one on.
 #[test]
 fn other_sources_cannot_reach_the_port() {
-    let direct = UnderlayPort::bind("127.0.0.1:0".parse().unwrap()).unwrap();
+    let direct = UnderlayPort::bind("127.0.0.1:0".parse().unwrap(), true).unwrap();
     let (early, stranger) =
         (UdpSocket::bind("127.0.0.1:0").unwrap(), UdpSocket::bind("127.0.0.1:0").unwrap());
     early.send_to(&[0x10; 6000], direct.local_addr()).unwrap();
@@ -312,7 +329,7 @@ const WHOLE: Header = Header::whole(Kind::Frame, 1, 5);
 /// A peer's socket, an underlay port connected to it, and the link.
 fn peer_of_direct() -> (UdpSocket, Arc<UnderlayPort>, Arc<Link>) {
     let peer = UdpSocket::bind("127.0.0.1:0").unwrap();
-    let direct = UnderlayPort::bind("127.0.0.1:0".parse().unwrap()).unwrap();
+    let direct = UnderlayPort::bind("127.0.0.1:0".parse().unwrap(), true).unwrap();
     direct.aim(peer.local_addr().unwrap()).unwrap();
     let link = link(peer.local_addr().unwrap());
     (peer, direct, link)

@@ -15,6 +15,9 @@
 //! longer in the next one. Its frames then take the link's port again. Silence, or a key without an echo, ends a port's use after
 //! three seconds.
 //!
+//! Sealed links seal announcements and trials as all their datagrams. When the peer of such a link roams, its ports are at the new
+//! address, and are used once trials from there are echoed.
+//!
 //! The peer is not trusted: a port is at the link's own remote address, and only frames that are routed to the link take it. A
 //! peer can therefore only choose at which of its ports it receives what it receives anyway.
 
@@ -114,8 +117,9 @@ impl Offered {
 }
 
 /// The ports that the other host announces, each with whether it echoed this host's key.
-#[derive(Default)]
 struct Followed {
+    /// Where the other host is; `None`: not known.
+    remote: Option<SocketAddr>,
     ports: Vec<(DirectPort, bool)>,
     /// Arrival of the last announcement.
     told_ms: u64,
@@ -125,7 +129,6 @@ struct Followed {
 
 /// Direct ports of a link, in both directions.
 pub(in crate::link) struct DirectPorts {
-    remote: SocketAddr,
     /// Guests with configured ports.
     fixed: Vec<(Mac, u16)>,
     /// This host's key in trials; never 0.
@@ -142,21 +145,20 @@ impl fmt::Debug for DirectPorts {
 }
 
 impl DirectPorts {
-    /// Direct ports of a link to `remote`, with the configured ports of the other host's guests.
-    pub(in crate::link) fn new(remote: SocketAddr, fixed: &[(Mac, u16)]) -> DirectPorts {
+    /// Direct ports of a link to `remote`, if that is known, with the configured ports of the other host's guests.
+    pub(in crate::link) fn new(remote: Option<SocketAddr>, fixed: &[(Mac, u16)]) -> DirectPorts {
         let mut key = [0; 4];
         // Without random bytes the key is easily guessed, but still nobody else's by accident.
         let _ = aws_lc_rs::rand::fill(&mut key);
         let told = ANNOUNCEMENT.to_vec();
         let ports = DirectPorts {
-            remote,
             fixed: fixed.to_vec(),
             key: u32::from_be_bytes(key).max(1),
             offers: Mutex::new(Offers { list: vec![], told, told_ms: 0, changed_ms: None }),
-            followed: Mutex::default(),
+            followed: Mutex::new(Followed { remote, ports: vec![], told_ms: 0, tried_ms: None }),
             guests: ArcSwap::default(),
         };
-        ports.publish(&[]);
+        ports.publish(remote, &[]);
         ports
     }
 
@@ -258,28 +260,36 @@ impl DirectPorts {
             if !followed.ports.iter().map(|known| known.0).eq(ports.iter().map(|known| known.0)) {
                 followed.tried_ms = None;
             }
-            self.publish(&ports);
+            self.publish(followed.remote, &ports);
             followed.ports = ports;
         }
         Some(refused)
     }
 
-    /// Ends the use of ports that are not announced any more. Returns the ports to try now.
-    pub(in crate::link) fn trials(&self, now_ms: u64) -> Vec<SocketAddr> {
+    /// Ends the use of ports that are not announced any more, and of those at another address than `remote`, where the other host is
+    /// now. Returns the ports to try now.
+    pub(in crate::link) fn trials(&self, remote: Option<SocketAddr>, now_ms: u64) -> Vec<SocketAddr> {
         let mut followed = self.followed.lock();
+        if followed.remote != remote {
+            followed.remote = remote;
+            followed.tried_ms = None;
+            followed.ports.iter_mut().for_each(|(_, echoed)| *echoed = false);
+            self.publish(remote, &[]);
+        }
         if followed.ports.is_empty() {
             return vec![];
         }
         if now_ms.saturating_sub(followed.told_ms) >= SILENCE_MS {
             followed.ports.clear();
-            self.publish(&[]);
+            self.publish(remote, &[]);
             return vec![];
         }
         if followed.tried_ms.is_some_and(|tried_ms| now_ms.saturating_sub(tried_ms) < REPEAT_MS) {
             return vec![];
         }
+        let Some(remote) = remote else { return vec![] };
         followed.tried_ms = Some(now_ms);
-        followed.ports.iter().map(|(port, _)| at(self.remote, port.port)).collect()
+        followed.ports.iter().map(|(port, _)| at(remote, port.port)).collect()
     }
 
     /// The payload of a trial.
@@ -292,9 +302,10 @@ impl DirectPorts {
         self.followed.lock().ports.clone()
     }
 
-    /// Has senders use the configured ports, and the echoed ones of `ports`.
-    fn publish(&self, ports: &[(DirectPort, bool)]) {
-        let guest = |network, mac, port| Guest { network, mac, port: Target::new(at(self.remote, port)) };
+    /// Has senders use the configured ports, and the echoed ones of `ports`, at `remote`.
+    fn publish(&self, remote: Option<SocketAddr>, ports: &[(DirectPort, bool)]) {
+        let Some(remote) = remote else { return self.guests.store(Arc::default()) };
+        let guest = |network, mac, port| Guest { network, mac, port: Target::new(at(remote, port)) };
         let fixed = self.fixed.iter().map(|(mac, port)| guest(None, *mac, *port));
         let echoed = ports.iter().filter(|(_, echoed)| *echoed);
         let echoed = echoed.map(|(port, _)| guest(Some(port.network), port.mac, port.port));

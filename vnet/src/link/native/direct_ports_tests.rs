@@ -6,8 +6,12 @@ use crate::link::{Link, LinkKind, LinkOptions, Security};
 
 const REMOTE: &str = "10.0.0.2:9000";
 
+fn remote() -> Option<SocketAddr> {
+    REMOTE.parse().ok()
+}
+
 fn ports() -> DirectPorts {
-    DirectPorts::new(REMOTE.parse().unwrap(), &[])
+    DirectPorts::new(remote(), &[])
 }
 
 fn port(network: u32, last: u8, port: u16) -> DirectPort {
@@ -37,7 +41,7 @@ impl Hosts {
         if let Some(payload) = &announcement {
             assert_eq!(self.two.announced(payload, |_| true, now_ms), Some(0));
         }
-        let trials = self.two.trials(now_ms);
+        let trials = self.two.trials(remote(), now_ms);
         for address in &trials {
             assert_eq!(address.ip(), REMOTE.parse::<SocketAddr>().unwrap().ip());
             assert!(self.one.tried(&self.two.trial(), address.port(), now_ms));
@@ -76,7 +80,7 @@ fn a_port_behind_a_firewall_is_never_used() {
             hosts.two.announced(&payload, |_| true, now_ms);
         }
         // Trials are lost.
-        hosts.two.trials(now_ms);
+        hosts.two.trials(remote(), now_ms);
         assert!(!hosts.taken(port(1, 1, 4001)));
     }
     assert_eq!(hosts.one.offered(10_000), [(port(1, 1, 4001), DirectState::Untried)]);
@@ -109,10 +113,31 @@ fn silence_ends_the_use_of_ports() {
     let hosts = Hosts::new(&[port(1, 1, 4001)]);
     hosts.round(0);
     hosts.round(200);
-    hosts.two.trials(200 + SILENCE_MS - 1);
+    hosts.two.trials(remote(), 200 + SILENCE_MS - 1);
     assert!(hosts.taken(port(1, 1, 4001)));
-    hosts.two.trials(200 + SILENCE_MS);
+    hosts.two.trials(remote(), 200 + SILENCE_MS);
     assert!(!hosts.taken(port(1, 1, 4001)) && hosts.two.followed().is_empty());
+}
+
+/// A peer that roams: its ports are tried at the new address, and used there once the trials are echoed.
+#[test]
+fn ports_follow_a_peer_that_roams() {
+    let hosts = Hosts::new(&[port(1, 1, 4001)]);
+    hosts.round(0);
+    hosts.round(200);
+    let target = || hosts.two.guests().first().map(|guest| format!("{:?}", guest.port));
+    assert!(target().unwrap().contains("10.0.0.2:4001"));
+    let moved: SocketAddr = "10.0.0.3:9000".parse().unwrap();
+    assert_eq!(hosts.two.trials(Some(moved), 400), ["10.0.0.3:4001".parse().unwrap()], "at once");
+    assert_eq!((target(), hosts.two.followed()), (None, vec![(port(1, 1, 4001), false)]));
+    // The trial arrives; the next announcement echoes the key.
+    assert!(hosts.one.tried(&hosts.two.trial(), 4001, 400));
+    let payload = hosts.one.announcement(1400, 1200).unwrap();
+    hosts.two.announced(&payload, |_| true, 1200);
+    assert!(target().unwrap().contains("10.0.0.3:4001"));
+    // It is gone.
+    assert_eq!(hosts.two.trials(None, 1400), []);
+    assert_eq!(target(), None);
 }
 
 #[test]
@@ -150,7 +175,7 @@ fn a_hostile_peer_is_bounded() {
     let many: Vec<_> = (0..100).map(|n| (1, [2, 0, 0, 0, 0, n], 4000 + u16::from(n), ports.key)).collect();
     let refused = ports.announced(&forged(&many), |_| true, 0);
     assert_eq!((refused, ports.guests().len()), (Some(100 - DIRECT_MAX as u64), DIRECT_MAX));
-    assert_eq!((ports.trials(0).len(), ports.trials(999).len()), (DIRECT_MAX, 0));
+    assert_eq!((ports.trials(remote(), 0).len(), ports.trials(remote(), 999).len()), (DIRECT_MAX, 0));
     let mac = [2, 0, 0, 0, 0, 1];
     let malformed = [
         (1 << 24, mac, 4000, ports.key),
@@ -197,13 +222,19 @@ fn a_link_refuses_ports_of_guests_that_it_may_not_have() {
     assert_eq!(announced_to(limited(), None, other), (1, 0), "not one of its macs");
     let second = vec![NetworkId::new(2).unwrap()];
     assert_eq!(announced_to(Security::default(), Some(second), own), (1, 0), "not one of its networks");
-    let sealed = Security { peer: Some("h2".into()), ..Security::default() };
-    assert_eq!(announced_to(sealed, None, own), (1, 0), "sealed");
+    let sealed = || Security { peer: Some("h2".into()), ..Security::default() };
+    assert_eq!(announced_to(sealed(), None, own), (0, 1), "sealed");
+    let relayed = Security { via: Some("h3".into()), ..sealed() };
+    assert_eq!(
+        announced_to(relayed, None, own),
+        (1, 0),
+        "behind a relay, which forwards the link's port only"
+    );
 }
 
 #[test]
 fn configured_ports_come_first() {
-    let fixed = DirectPorts::new(REMOTE.parse().unwrap(), &[(Mac([2, 0, 0, 0, 0, 1]), 9101)]);
+    let fixed = DirectPorts::new(remote(), &[(Mac([2, 0, 0, 0, 0, 1]), 9101)]);
     let announced =
         forged(&[(1, [2, 0, 0, 0, 0, 1], 4001, fixed.key), (1, [2, 0, 0, 0, 0, 2], 4002, fixed.key)]);
     assert_eq!(fixed.announced(&announced, |_| true, 0), Some(0));

@@ -1,6 +1,5 @@
 //! The native part of a link.
 
-use std::net::SocketAddr;
 use std::sync::{Arc, OnceLock};
 
 use super::direct_ports::{DirectPort, DirectPorts};
@@ -44,16 +43,11 @@ pub(in crate::link) struct Native {
 }
 
 impl Native {
-    /// A native part for the address in `place`, configured as `remote`, in clear text. `guests`: those of the other host with
-    /// configured ports of their own.
-    pub(in crate::link) fn new(
-        (place, remote): (RemoteAddress, SocketAddr),
-        guests: &[(Mac, u16)],
-        link: &Common,
-    ) -> Native {
+    /// A native part for the address in `place`, in clear text. `guests`: those of the other host with configured ports of their own.
+    pub(in crate::link) fn new(place: RemoteAddress, guests: &[(Mac, u16)], link: &Common) -> Native {
         Native {
+            direct: DirectPorts::new(place.remote(), guests),
             place,
-            direct: DirectPorts::new(remote, guests),
             seal: None,
             via: None,
             budget: Arc::new(ReassemblyBudget::new(BUDGET)),
@@ -64,12 +58,11 @@ impl Native {
         }
     }
 
-    /// Takes an announcement of direct ports, or a trial that arrived at `port` of this host; false if `probe` is neither. A sealed
-    /// link takes no announcement: its frames are decrypted in vnetd's memory in any case.
+    /// Takes an announcement of direct ports, or a trial that arrived at `port` of this host; false if `probe` is neither.
     #[cold]
     pub(super) fn takes_direct(&self, link: &Common, (probe, port): (&[u8], u16), now_ms: u64) -> bool {
         let may = |guest: &DirectPort| {
-            self.seal.is_none() && link.carries(guest.network) && link.allows_source(guest.mac)
+            self.via.is_none() && link.carries(guest.network) && link.allows_source(guest.mac)
         };
         let Some(refused) = self.direct.announced(probe, may, now_ms) else {
             return self.direct.tried(probe, port, now_ms);

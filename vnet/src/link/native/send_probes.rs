@@ -69,13 +69,15 @@ impl Courier {
     /// loss.
     pub(in crate::link) fn direct(&self, link: Of<'_>, now_ms: u64) {
         let (common, native) = link;
-        if native.seal.is_some() {
+        let may_seal = |seal: &Seal| seal.keyring().sealing(common.next_number()).is_some();
+        let has_key = native.seal.as_deref().is_none_or(may_seal);
+        if native.via.is_some() || !has_key {
             return;
         }
         if let Some(announcement) = native.direct.announcement(native.payload_of(common.path_mtu()), now_ms) {
             let _ = self.post(link, Kind::Probe, &announcement);
         }
-        for address in native.direct.trials(now_ms) {
+        for address in native.direct.trials(native.place.remote(), now_ms) {
             if let Some(name) = self.socket.name_of(address) {
                 let _ = self.post_to(&name, link, Kind::Probe, &native.direct.trial());
             }
