@@ -146,19 +146,28 @@ impl Sideband {
         self.mtu
     }
 
-    /// Sends a frame as if the guest had sent it. Returns false if too many wait, or if no guest may send such a frame.
+    /// Sends a frame as if the guest had sent it; one for an open port goes straight there. Returns false if too many wait, or if no guest may send such a frame.
     pub fn send(&self, message: Message) -> bool {
         let len = message.bytes.len();
         let fits =
             message.offload.checked(len).is_ok_and(|offload| !piece_exceeds_mtu(&offload, len, self.mtu));
-        fits && !self.is_stopped() && self.outbox.put(message)
+        if !fits || self.is_stopped() {
+            return false;
+        }
+        // No bridge returns a frame to where it came from, and the guest's own kernel would not send this one.
+        let to = destination(&message.bytes);
+        let port = self.ports.read().iter().find(|port| Some(port.address) == to).cloned();
+        match port {
+            Some(port) => port.mail.put(message),
+            None => self.outbox.put(message),
+        }
     }
 
-    /// Delivers a control frame to the guest. Returns false if it was dropped.
+    /// Delivers a control frame to the guest, or counts it as dropped.
     ///
     /// # Errors
     /// It is no frame.
-    pub fn tell(&self, bytes: &[u8]) -> Result<bool, FrameError> {
+    pub fn tell(&self, bytes: &[u8]) -> Result<(), FrameError> {
         let mut batch = self.batch.lock();
         batch.clear();
         let mut builder = batch.begin();
@@ -167,9 +176,7 @@ impl Sideband {
         builder.finish(self.origin.port, self.origin.network, Offload::default(), 0)?;
         self.stats.in_frames.add(1);
         self.stats.in_bytes.add(bytes.len() as u64);
-        let before = self.stats.out_frames.get();
         self.inner.deliver(0, Selection { batch: &batch, which: &[0] }, &mut DropSink::new());
-        let is_delivered = self.stats.out_frames.get() > before;
         batch.clear();
         if let Some(guest) = self.inner.coalesce().filter(|guest| guest.coalesces()) {
             // No dispatcher knows of the frame: what it would do at the end of coalescing, and after the guest's reaction time, is done now.
@@ -177,7 +184,7 @@ impl Sideband {
                 guest.check(0);
             }
         }
-        Ok(is_delivered)
+        Ok(())
     }
 
     /// Opens a port. `None` if the address has one, or if there are too many.

@@ -23,6 +23,8 @@ pub struct Message {
 struct Queue {
     messages: VecDeque<Message>,
     bytes: usize,
+    /// The descriptor is readable.
+    is_rung: bool,
 }
 
 pub(super) struct Mailbox {
@@ -50,9 +52,7 @@ impl Mailbox {
         queue.bytes = bytes;
         queue.messages.push_back(message);
         self.len.store(queue.messages.len(), Ordering::Relaxed);
-        if queue.messages.len() == 1 {
-            self.ring();
-        }
+        self.ring_locked(&mut queue);
         true
     }
 
@@ -62,7 +62,7 @@ impl Mailbox {
         let message = queue.messages.pop_front();
         queue.bytes -= message.as_ref().map_or(0, |message| message.bytes.len());
         self.len.store(queue.messages.len(), Ordering::Relaxed);
-        if queue.messages.is_empty() {
+        if queue.messages.is_empty() && std::mem::take(&mut queue.is_rung) {
             // Under the lock: a later `put` rings again.
             let _ = rustix::io::read(&self.bell, &mut [0; 8]);
         }
@@ -77,8 +77,14 @@ impl Mailbox {
 
     /// Makes the descriptor readable until the next `take`.
     pub(super) fn ring(&self) {
-        // Fails only if the counter is full; the eventfd is readable then.
-        let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
+        self.ring_locked(&mut self.queue.lock());
+    }
+
+    fn ring_locked(&self, queue: &mut Queue) {
+        if !std::mem::replace(&mut queue.is_rung, true) {
+            // Fails only if the counter is full; the eventfd is readable then.
+            let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
+        }
     }
 
     pub(super) fn as_fd(&self) -> BorrowedFd<'_> {

@@ -189,10 +189,10 @@ fn no_guest_could_send_more() {
 #[test]
 fn the_program_tells_the_guest() {
     let world = World::new();
-    assert_eq!(world.sideband.tell(&control(64).0), Ok(true));
+    assert_eq!(world.sideband.tell(&control(64).0), Ok(()));
     assert_eq!(world.fake.take(), [control(64)]);
     assert!(world.sideband.tell(&[1; 5]).is_err());
-    assert_eq!(world.sideband.tell(&control(MTU + 100).0), Ok(false));
+    assert_eq!(world.sideband.tell(&control(MTU + 100).0), Ok(()));
     assert_eq!(
         (world.stats.in_frames.get(), world.stats.out_frames.get(), world.stats.drops_total()),
         (2, 1, 1)
@@ -219,6 +219,12 @@ fn datagrams_to_an_open_port_do_not_reach_the_guest() {
         world.deliver(&frames);
         assert_eq!(world.fake.take().len(), 4);
     }
+    // From one port of the guest to another: no frame enters the core.
+    let port = world.sideband.open("10.0.0.1:7000".parse().unwrap()).unwrap().unwrap();
+    let (bytes, offload) = datagram("10.0.0.1:7000".parse().unwrap(), 0);
+    assert!(world.sideband.send(Message { bytes: bytes.clone(), offload }));
+    assert_eq!(port.take().map(|message| message.bytes), Some(bytes));
+    port.close();
     let open = |port: u16| world.sideband.open((std::net::Ipv4Addr::LOCALHOST, port).into()).unwrap();
     let ports: Vec<_> = (1..100).filter_map(open).collect();
     assert_eq!(ports.len(), PORTS_MAX);
