@@ -1,4 +1,4 @@
-"""The interconnect inside virtual machines: vnetd runs the engine on memory that applications of the guest share with it."""
+"""The interconnect inside virtual machines: vnetd runs the engine on memory that applications of the guest share."""
 
 import re
 from collections.abc import Iterator
@@ -10,9 +10,8 @@ import pytest
 from checks import assert_balanced, metrics
 from conftest import PROGRAMS, MakeLab
 from rdma_perf import perf_server
-from sealed_links import hang_up
 
-from vnetlab import channel, daemon, image, machine, process
+from vnetlab import channel, machine, process
 from vnetlab.run import run, wait_until
 from vnetlab.topology import Kind, Node, Topology
 
@@ -25,43 +24,25 @@ LARGER_PIECES = "echo advise >/sys/kernel/mm/transparent_hugepage/shmem_enabled 
 
 @pytest.fixture(scope="module")
 def lab(make_lab: MakeLab) -> Topology:
-    """Two hosts, each with a container and a virtual machine whose helper runs; network 1 allows vnetd's engine."""
-    topology = make_lab(vms=1, containers=1)
-    for host in topology.hosts:
-        text = host.file(".toml").read_text()
-        host.file(".toml").write_text(
-            text.replace("[[network]]\nid = 1\n", "[[network]]\nid = 1\ndaemon_engine = true\n")
-        )
-        hang_up(host)
-    guests = topology.machines(Kind.VM)
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(install, guests))
+    """Two hosts, each with a container and a virtual machine whose helper runs."""
+    topology = make_lab(vms=1, containers=1, rdma=True)
+    for guest in topology.machines(Kind.VM):
+        machine.execute(guest, LARGER_PIECES)
+        start_helper(guest)
     return topology
-
-
-def install(guest: Node) -> None:
-    """Copies the programs to a guest, and starts the helper."""
-    for name in (HELPER, PERF):
-        path = daemon.binaries() / name
-        for library in image.libraries(path):
-            if machine.attempt(guest, "test", "-e", str(library))[0]:
-                machine.send(guest, library)
-        machine.send(guest, path)
-    machine.execute(guest, LARGER_PIECES)
-    start_helper(guest)
 
 
 def start_helper(guest: Node) -> None:
     """Starts the helper in a guest and waits until it listens."""
     log = "/tmp/helper.log"
-    words = f"setsid {daemon.binaries() / HELPER} >{log} 2>&1 </dev/null &"
+    words = f"setsid {HELPER} >{log} 2>&1 </dev/null &"
     channel.execute(guest, [words], BOOT_S, lambda _: None)
     wait_until(f"{HELPER} in {guest.name}", lambda: "ready" in machine.read(guest, Path(log)), BOOT_S)
 
 
-def command(guest: Node, *words: str) -> list[str]:
+def command(*words: str) -> list[str]:
     """Words that run the measuring program in a guest with vnetd's engine."""
-    return ["env", "VNET_RDMA_ATTACHMENT=vm", str(daemon.binaries() / PERF), *words]
+    return ["env", "VNET_RDMA_ATTACHMENT=vm", PERF, *words]
 
 
 @contextmanager
@@ -69,7 +50,7 @@ def guest_server(guest: Node) -> Iterator[str]:
     """Serves one client in a guest; yields the endpoint's name."""
     name = f"{guest.address}:{PORT}"
     with ThreadPoolExecutor(1) as pool:
-        served = pool.submit(machine.execute, guest, *command(guest, "server", name, "once"), timeout_s=BOOT_S)
+        served = pool.submit(machine.execute, guest, *command("server", name, "once"), timeout_s=BOOT_S)
         host = Node(guest.lab, Kind.HOST, guest.host)
         wait_until(f"the server in {guest.name}", lambda: served.done() or endpoints(host, guest) > 0, BOOT_S)
         yield f"{name}/0"
@@ -109,7 +90,7 @@ def assert_nothing_is_left(lab: Topology) -> None:
 def test_two_virtual_machines_on_two_hosts(lab: Topology):
     near, far = lab.find("h1v1"), lab.find("h2v1")
     with guest_server(far) as name:
-        seen = figures(machine.execute(near, *command(near, "client", name, "1048576", "1"), timeout_s=BOOT_S))
+        seen = figures(machine.execute(near, *command("client", name, "1048576", "1"), timeout_s=BOOT_S))
     print(f"two virtual machines: {seen}")
     assert seen["attachment"] == "daemon"
     assert int(seen["messages"]) > 10
@@ -127,7 +108,7 @@ def test_a_container_and_a_virtual_machine(lab: Topology):
     print(f"container to virtual machine: {seen}")
     # The other way round, on one host.
     with perf_server(lab.find("h2c1")) as name:
-        seen = figures(machine.execute(guest, *command(guest, "client", name, "1048576", "0.5"), timeout_s=BOOT_S))
+        seen = figures(machine.execute(guest, *command("client", name, "1048576", "0.5"), timeout_s=BOOT_S))
     assert seen["attachment"] == "daemon"
     print(f"virtual machine to container of its host: {seen}")
     assert_nothing_is_left(lab)
@@ -135,13 +116,15 @@ def test_a_container_and_a_virtual_machine(lab: Topology):
 
 def test_a_killed_application_and_a_killed_helper_leave_nothing(lab: Topology):
     host, guest = lab.hosts[0], lab.find("h1v1")
-    server = " ".join(command(guest, "server", f"{guest.address}:{PORT}"))
+    server = " ".join(command("server", f"{guest.address}:{PORT}"))
     for victim in (PERF, HELPER):
         channel.execute(guest, [f"setsid {server} >/tmp/server.log 2>&1 </dev/null &"], BOOT_S, lambda _: None)
         wait_until("the server", lambda: endpoints(host, guest) > 0, BOOT_S)
         assert rdma_metric(host, guest, "registered_bytes") > 0
         machine.execute(guest, f"kill -9 $(pidof {victim})")
         wait_until("its memory to be given back", lambda: rdma_metric(host, guest, "registered_bytes") == 0, 60)
+    # The server without an engine would go on trying.
+    machine.execute(guest, f"kill -9 $(pidof {PERF})")
     start_helper(guest)
     with guest_server(guest) as name:
         machine.execute(lab.find("h2c1"), PERF, "client", name, "1000", "0.1", timeout_s=BOOT_S)
@@ -149,10 +132,10 @@ def test_a_killed_application_and_a_killed_helper_leave_nothing(lab: Topology):
 
 
 def test_a_hostile_guest_harms_nobody(lab: Topology, tmp_path: Path):
-    """Random entries, positions, keys, offsets, lengths, addresses and frames of one guest, while another one is at work."""
+    """Random entries, positions, keys, offsets, lengths, addresses and frames, while another guest is at work."""
     host, hostile, victim = lab.hosts[0], lab.find("h1v1"), lab.find("h2v1")
     program = tmp_path / "hostile_rdma_guest"
-    run(["cc", "-O1", "-static", "-o", str(program), str(PROGRAMS / "hostile_rdma_guest.c")])
+    run(["cc", "-O1", "-o", str(program), str(PROGRAMS / "hostile_rdma_guest.c")])
     machine.send(hostile, program)
     pid = process.find(host.file(".pid"))
     machine.execute(hostile, f"kill $(pidof {HELPER})")

@@ -16,7 +16,8 @@ pub struct Interface {
 
 /// All Ethernet interfaces that are up, by index.
 pub fn ethernet() -> io::Result<Vec<Interface>> {
-    let (mut found, mut addresses): (Vec<(String, Interface)>, Vec<(String, IpAddr)>) = (vec![], vec![]);
+    let mut found: Vec<(String, Interface)> = vec![];
+    let mut addresses: Vec<(String, IpAddr)> = vec![];
     for entry in getifaddrs()? {
         let is_used = entry.flags.contains(InterfaceFlags::IFF_UP)
             && !entry.flags.contains(InterfaceFlags::IFF_LOOPBACK);

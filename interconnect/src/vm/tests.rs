@@ -447,3 +447,13 @@ fn arbitrary_frames_do_no_harm() {
         fuzz::run(&script);
     }
 }
+
+#[test]
+fn the_fuzz_corpus_does_no_harm() {
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../fuzz/corpus/vm_frames");
+    let files: Vec<_> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    assert!(files.len() >= 10);
+    for file in files {
+        fuzz::run(&std::fs::read(file).unwrap());
+    }
+}
