@@ -1,4 +1,4 @@
--- Wireshark dissectors for vnet: the interconnect's packets (docs/interconnect.md) and the native encapsulation of links.
+-- Wireshark dissectors for vnet: the interconnect's packets and control frames (docs/interconnect.md), and the native encapsulation of links.
 --
 --     tshark -X lua_script:vnet.lua -i eth0 -Y vnet_rdma
 --
@@ -335,6 +335,91 @@ function native.dissector(buffer, pinfo, tree)
     end
     return buffer:len()
 end
+
+-- Control frames between the helper in a virtual machine and vnetd.
+
+local vm = Proto("vnet_rdma_vm", "vnet interconnect in virtual machines")
+
+local VM_COMMON = 32
+local STATES = { [0] = "more", "used", "refused" }
+local v = {
+    kind = ProtoField.uint8("vnet_rdma_vm.kind", "Kind", base.DEC),
+    attachment = ProtoField.uint64("vnet_rdma_vm.attachment", "Attachment", base.HEX),
+    secret = ProtoField.bytes("vnet_rdma_vm.secret", "Secret"),
+    ip = ProtoField.ipv6("vnet_rdma_vm.ip", "Address"),
+    port = ProtoField.uint16("vnet_rdma_vm.port", "Port"),
+    reason = ProtoField.uint8("vnet_rdma_vm.reason", "Reason"),
+    memory = ProtoField.uint32("vnet_rdma_vm.memory", "Memory", base.HEX),
+    bytes = ProtoField.uint64("vnet_rdma_vm.bytes", "Length"),
+    total = ProtoField.uint16("vnet_rdma_vm.total", "Runs in all"),
+    first = ProtoField.uint16("vnet_rdma_vm.first", "Runs in earlier frames"),
+    addr = ProtoField.uint64("vnet_rdma_vm.addr", "Guest physical address", base.HEX),
+    pages = ProtoField.uint32("vnet_rdma_vm.pages", "Pages"),
+    next = ProtoField.uint16("vnet_rdma_vm.next", "Next run"),
+    state = ProtoField.uint8("vnet_rdma_vm.state", "State", base.DEC, STATES),
+    rung = ProtoField.uint32("vnet_rdma_vm.rung", "Rung"),
+    heard = ProtoField.uint32("vnet_rdma_vm.heard", "Heard"),
+    asks = ProtoField.bool("vnet_rdma_vm.asks", "Wants an answer"),
+    mac = ProtoField.ether("vnet_rdma_vm.mac", "MAC address"),
+}
+local VM_ADDRESS = { { v.ip, 16 }, { nil, 4 }, { v.port, 2 }, { nil, 1 } }
+-- Name and the fields with their sizes in bytes.
+local VM_KINDS = {
+    { "OPEN", { { v.ip, 16 }, { nil, 4 }, { v.port, 2 }, { nil, 9 } } },
+    { "OPENED", VM_ADDRESS },
+    { "DECLINED", { { v.reason, 1 }, { nil, 4 } } },
+    { "SHARE", { { v.memory, 4 }, { v.bytes, 8 }, { v.total, 2 }, { v.first, 2 }, { nil, 2 } } },
+    { "SHARED", { { v.memory, 4 }, { v.next, 2 }, { v.state, 1 } } },
+    { "RING", { { v.rung, 4 }, { v.heard, 4 }, { v.asks, 1 } } },
+    { "ASK", { { v.ip, 16 } } },
+    { "NEIGHBOUR", { { v.ip, 16 }, { v.mac, 6 } } },
+    { "CLOSE", {} },
+    { "CLOSED", {} },
+}
+local vm_fields = {}
+for _, field in pairs(v) do
+    vm_fields[#vm_fields + 1] = field
+end
+vm.fields = vm_fields
+
+function vm.dissector(buffer, pinfo, tree)
+    if buffer:len() < VM_COMMON or buffer(0, 4):string() ~= "vrdm" or buffer(4, 1):uint() ~= 1 then
+        return 0
+    end
+    local kind = VM_KINDS[buffer(5, 1):uint()]
+    if not kind then
+        return 0
+    end
+    pinfo.cols.protocol = "VNET-RDMA-VM"
+    pinfo.cols.info = kind[1]
+    local own = tree:add(vm, buffer(), "vnet interconnect in virtual machines, " .. kind[1])
+    own:add(v.kind, buffer(5, 1)):append_text(" (" .. kind[1] .. ")")
+    own:add(v.attachment, buffer(8, 8))
+    own:add(v.secret, buffer(16, 16))
+    local at = VM_COMMON
+    for _, field in ipairs(kind[2]) do
+        if at + field[2] > buffer:len() then
+            return buffer:len()
+        end
+        if field[1] then
+            own:add(field[1], buffer(at, field[2]))
+        end
+        at = at + field[2]
+    end
+    if kind[1] == "SHARE" then
+        for _ = 1, buffer(at - 2, 2):uint() do
+            if at + 12 > buffer:len() then
+                break
+            end
+            own:add(v.addr, buffer(at, 8)):append_text(", " .. buffer(at + 8, 4):uint() .. " pages")
+            own:add(v.pages, buffer(at + 8, 4))
+            at = at + 12
+        end
+    end
+    return buffer:len()
+end
+
+DissectorTable.get("ethertype"):add(0x88b5, vm)
 
 local ports = DissectorTable.get("udp.port")
 ports:add(9000, native)

@@ -32,7 +32,8 @@ impl Node {
     pub fn open(options: &Options) -> Result<Self, Error> {
         Ok(Self(match options.attachment.as_deref() {
             None | Some("process") => Engine::Process(node::Node::open(options)?),
-            Some("daemon") => Engine::Daemon(daemon::Node::open(options)?),
+            Some("daemon") => Engine::Daemon(daemon::Node::open(options, false)?),
+            Some("vm") => Engine::Daemon(daemon::Node::open(options, true)?),
             Some(other) => return Err(Error::Attachment(other.into())),
         }))
     }

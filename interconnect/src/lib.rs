@@ -10,6 +10,7 @@
 //! - [`ring`]: packets through memory shared with a process of the same host;
 //! - [`meeting`]: how two processes of one host get a ring from its daemon;
 //! - [`daemon`]: the engine in the daemon of the host, for processes that ask for it;
+//! - [`vm`]: how processes in virtual machines get that engine;
 //! - `attached.rs`, `region.rs`: what applications use, whoever runs the engine;
 //! - `c_api.rs`, `c_wait.rs`: the C interface, declared in `include/vnet_rdma.h`.
 //!
@@ -28,6 +29,7 @@ mod random;
 mod region;
 pub mod ring;
 pub mod seal;
+pub mod vm;
 
 pub use attached::{Endpoint, Node};
 pub use node::{Attachment, Error, Options, RingCounters, resolve};

@@ -55,7 +55,7 @@ def configuration(topology: Topology, host: Node, interface: str = "") -> str:
         f'[control]\nsocket = "{host.file(".sock")}"\n',
         f"[dispatch]\nthreads = {settings.dispatchers}\n" if settings.dispatchers > 1 else "",
         f'[bridge]\nlisten = "[::]:{PORT}"\n{ports}{LISTEN.get(settings.encapsulation, "")}',
-        "[[network]]\nid = 1\nlearning = true\n",
+        "[[network]]\nid = 1\nlearning = true\n" + ("daemon_engine = true\n" if settings.rdma else ""),
     ]
     for machine in topology.machines(host=host.host):
         lines = [f'name = "{machine.name}"', f'mac = "{machine.mac}"', f"mtu = {topology.mtu(machine)}"]

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from vnetlab import container, daemon, guest, process, store, underlay
@@ -137,12 +137,19 @@ def _start(topology: Topology) -> None:
         _boot(topology, started, image)
 
 
+RDMA_PROGRAMS = ("vnet-rdma-guest", "vnet-rdma-perf")
+"""Programs of the interconnect for virtual machines."""
+
+
 def boot_image(topology: Topology) -> Image | None:
     """What the virtual machines boot; None if there are none."""
     if topology.settings.mpi and not shutil.which("mpirun"):
         raise LabError("mpirun is not installed (Debian package openmpi-bin): run 'make packages'")
     if not topology.machines(Kind.VM):
         return None
+    if topology.settings.rdma:
+        programs = tuple(daemon.binaries() / name for name in RDMA_PROGRAMS)
+        return ensure_image(CACHE, replace(GUEST, programs=programs), topology.state)
     if not topology.settings.mpi:
         return ensure_image(CACHE)
     # The image changes with every build of the provider, so it goes with the lab.

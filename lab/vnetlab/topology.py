@@ -60,6 +60,8 @@ class Settings:
     """Kind of the containers' interfaces: tap, which tests use because every frame passes a dispatcher, or veth."""
     mpi: bool = False
     """Whether virtual machines have Open MPI, and a shell by which its daemons start."""
+    rdma: bool = False
+    """Whether virtual machines have the interconnect's programs, and network 1 allows vnetd's engine."""
     sealed: bool = False
     """Whether links are sealed, with certificates of the lab's own authority."""
 

@@ -27,6 +27,7 @@ use vnet::dispatch::setup::{Feeder, InterfacePort, LinkPort, Parts};
 use vnet::dispatch::timeline::Timeline;
 use vnet::frame::{NetworkId, PortId};
 use vnet::interface::change_events::Bell;
+use vnet::interface::sideband::Sideband;
 use vnet::kernel::{Outlive, PinOptions};
 use vnet::link::inquiry::Inbox;
 use vnet::link::rendezvous::relay::Relay;
@@ -282,6 +283,12 @@ impl Engine {
     /// The state of the host.
     pub fn current(&self) -> &Desired {
         &self.current
+    }
+
+    /// The sidebands of virtual machines' interfaces, by the interfaces' names.
+    pub fn sidebands(&self) -> Vec<(String, Arc<Sideband>)> {
+        let of = |(name, live): (&String, &LiveInterface)| Some((name.clone(), live.sideband.clone()?));
+        self.interfaces.iter().filter_map(of).collect()
     }
 
     /// Indices of links and interfaces.

@@ -13,6 +13,7 @@ use vnet::dispatch::mode::Drive;
 use vnet::frame::{self, PortId};
 use vnet::interface::local::{Local, LocalError, LocalOptions};
 use vnet::interface::pair::{PairKind, VethOptions};
+use vnet::interface::sideband::{Sideband, WithSideband};
 use vnet::interface::stand_in::Absent;
 use vnet::interface::tap::{Netns, Process, Tap, TapError, TapOptions};
 use vnet::interface::veth::{self, Veth, VethError};
@@ -38,6 +39,8 @@ pub(super) struct LiveInterface {
     pub stats: Arc<PortStats>,
     pub drive: Drive,
     pub interface: Arc<dyn Interface>,
+    /// How engines of this process talk to a virtual machine's guest.
+    pub sideband: Option<Arc<Sideband>>,
     /// The interface's own underlay port, for receive in place.
     pub direct: Option<Arc<UnderlayPort>>,
     /// The programs attached to the interface's device, or the reason why the kernel does not forward its frames.
@@ -107,6 +110,7 @@ impl LiveInterface {
             stats,
             drive: drive(spec, 1),
             interface: stand_in.clone(),
+            sideband: None,
             direct: None,
             kernel: Err("the interface is down".into()),
             absent: Some(Absence::new(stand_in, retried)),
@@ -262,7 +266,7 @@ fn open(order: &Order<'_>, core: &Core) -> Result<LiveInterface, NotOpen> {
     let netns = spec.attachment.netns();
     let process = before.process.clone().or_else(|| netns.and_then(Netns::process));
     check_process(netns, process.as_ref())?;
-    let mut direct = None;
+    let (mut direct, mut sideband) = (None, None);
     let (mac, mtu, queues) = (spec.mac, spec.mtu as usize, spec.queues as usize);
     let origin = frame::Origin { port, network: spec.network };
     let mut kernel =
@@ -278,7 +282,13 @@ fn open(order: &Order<'_>, core: &Core) -> Result<LiveInterface, NotOpen> {
             let memory_max = front_end.memory_max();
             let options =
                 VhostUserOptions { name, socket, server, mac, mtu, queues, access, peer, memory_max };
-            VhostUser::start(options, port, spec.network, stats.clone())?
+            let guest = VhostUser::start(options, port, spec.network, stats.clone())?;
+            let side = Sideband::new(guest, origin, mtu, stats.clone()).map_err(|error| NotOpen {
+                error: format!("cannot open the sideband of interface {}: {error}", spec.name),
+                waits_for: None,
+            })?;
+            sideband = Some(side.clone());
+            Arc::new(WithSideband(side))
         }
         Attachment::Tap { .. } => open_tap(order, origin, &stats)?,
         Attachment::Veth { .. } => match open_veth(order, (origin, &stats), core)? {
@@ -308,7 +318,20 @@ fn open(order: &Order<'_>, core: &Core) -> Result<LiveInterface, NotOpen> {
     let drive = drive(spec, queues);
     let (mac, mtu) = (interface.device().and_then(|device| device.mac()), spec.mtu);
     let (absent, logged) = (None, Logged::default());
-    Ok(LiveInterface { port, stats, drive, interface, direct, kernel, absent, mac, process, logged, mtu })
+    Ok(LiveInterface {
+        port,
+        stats,
+        drive,
+        interface,
+        sideband,
+        direct,
+        kernel,
+        absent,
+        mac,
+        process,
+        logged,
+        mtu,
+    })
 }
 
 /// The drive of an interface with `queues` queues.

@@ -10,6 +10,7 @@ mod console;
 mod events;
 mod follow;
 mod gate;
+mod guests;
 mod handlers;
 mod interface_watch;
 mod meetings;
@@ -235,6 +236,7 @@ fn run(file: &Path) -> Result<(), Failure> {
         let interfaces = interface_watch::start(&shared)?;
         let rdma = RdmaEngine::start()?;
         let meetings = meetings::start(&shared, &rdma)?;
+        let guests = guests::start(&shared, &rdma)?;
         let overlay = prepared.map(|prepared| overlay::start(&shared, prepared)).transpose()?.flatten();
         let app = App {
             shared: shared.clone(),
@@ -265,6 +267,7 @@ fn run(file: &Path) -> Result<(), Failure> {
         let engine = shared.lock().take();
         interfaces.stop();
         meetings.stop();
+        guests.stop();
         rdma.stop();
         if let Some(engine) = engine {
             engine.stop();

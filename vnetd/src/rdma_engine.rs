@@ -10,6 +10,7 @@ use vnet::interface::tap::Netns;
 use vnet_control::desired::{Attachment, Desired, InterfaceSpec};
 use vnet_rdma::daemon::{ContainerCounters, ContainerId, Service, ShareSettings};
 use vnet_rdma::meeting::{Decline, Ends, Host, Place, Request};
+use vnet_rdma::vm::{GuestHost, Nic};
 
 /// Part of the host's memory that the applications of one container may register, and of all together.
 const MEMORY_OF_CONTAINER: u64 = 4;
@@ -33,6 +34,8 @@ pub struct RdmaEngine {
     allowed: Arc<Mutex<HashMap<ContainerId, Allowed>>>,
     /// Names of containers that have been allowed once, for their counters.
     names: Arc<Mutex<HashMap<ContainerId, String>>>,
+    /// Interfaces of virtual machines that have been served.
+    guests: Arc<Mutex<HashMap<ContainerId, String>>>,
 }
 
 impl RdmaEngine {
@@ -96,11 +99,23 @@ impl RdmaEngine {
         })
     }
 
+    /// The daemon's side of the guest at this port, whose applications count under the interface's name. `None`: the engine serves nobody.
+    pub fn guest_host(&self, nic: Arc<dyn Nic>, name: &str, port: u16) -> Option<io::Result<GuestHost>> {
+        // No file system has this number: ids of guests and namespaces differ.
+        let id = (u64::MAX, u64::from(port));
+        self.guests.lock().insert(id, name.to_owned());
+        Some(GuestHost::new(nic, self.service.clone()?, id))
+    }
+
     /// Counters by container.
     pub fn counters(&self) -> Vec<(String, ContainerCounters)> {
-        let names = self.names.lock();
+        let (names, guests) = (self.names.lock(), self.guests.lock());
         let counters = self.service.iter().flat_map(Service::counters);
-        counters.filter_map(|counters| Some((names.get(&counters.id)?.clone(), counters))).collect()
+        let named = |counters: ContainerCounters| {
+            let of_guest = || guests.get(&counters.id).map(|name| format!("interface {name}"));
+            Some((names.get(&counters.id).cloned().or_else(of_guest)?, counters))
+        };
+        counters.filter_map(named).collect()
     }
 }
 
@@ -139,7 +154,8 @@ fn netns_of(interface: &InterfaceSpec) -> Option<&Netns> {
     }
 }
 
-fn share_of(interface: &InterfaceSpec) -> ShareSettings {
+/// What an interface's applications get of the engine.
+pub fn share_of(interface: &InterfaceSpec) -> ShareSettings {
     let share = interface.driving.share;
     // From Mbit/s.
     ShareSettings { weight: share.weight, rate: u64::from(share.rate_limit) * 125_000 }

@@ -7,7 +7,9 @@ use crate::node::pages::Pages;
 use crate::proto::Span;
 
 /// Size of an arena. Pages that were never used take no memory.
-const BYTES: u64 = 64 << 20;
+pub(super) const BYTES: u64 = 64 << 20;
+/// Size of an arena in a virtual machine, where all pages are locked in memory.
+pub(super) const LOCKED_BYTES: u64 = 8 << 20;
 const ALIGN: u64 = 64;
 /// The process's number of the arena's memory.
 pub(super) const NUMBER: u32 = 0;
@@ -19,8 +21,8 @@ pub(super) struct Arena {
 }
 
 impl Arena {
-    pub(super) fn new() -> io::Result<Self> {
-        Ok(Self { pages: Pages::shared(BYTES as usize)?, free: vec![(0, BYTES)] })
+    pub(super) fn new(bytes: u64) -> io::Result<Self> {
+        Ok(Self { pages: Pages::shared(bytes as usize)?, free: vec![(0, bytes)] })
     }
 
     pub(super) fn pages(&self) -> &Pages {
@@ -72,7 +74,7 @@ mod tests {
 
     #[test]
     fn blocks_never_overlap_and_return_whole() {
-        let mut arena = Arena::new().unwrap();
+        let mut arena = Arena::new(BYTES).unwrap();
         let mut taken: Vec<Extent> = vec![];
         let mut state = 1u64;
         for _ in 0..10_000 {

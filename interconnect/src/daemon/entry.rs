@@ -313,6 +313,21 @@ impl Submission {
         words.0
     }
 
+    /// The bytes in registered memory that the submission names.
+    pub(super) fn extents(&self) -> impl Iterator<Item = Extent> {
+        let (first, task) = match *self {
+            Self::Register { extent, .. } | Self::Receive { extent, .. } => (Some(extent), None),
+            Self::Post { extent, task, .. } => (Some(extent), Some(task)),
+            Self::Claimed { extent, .. } => (extent, None),
+            _ => (None, None),
+        };
+        let (compare, found) = match task {
+            Some(Task::Atomic { compare, found, .. }) => (Some(compare), found),
+            _ => (None, None),
+        };
+        [first, compare, found].into_iter().flatten().filter(|extent| extent.len > 0)
+    }
+
     /// Decodes a submission from a private copy. Returns `None` if there is no such kind.
     pub fn decode(entry: &Entry) -> Option<Self> {
         let words = Words(*entry);

@@ -8,26 +8,35 @@
 //! The engine reads and writes only memory that the process has registered with the daemon (`translation.rs`): memfds that the library
 //! allocates. Operations on other memory pass through an arena that the library registers, at the price of a copy (`arena.rs`).
 //!
+//! A process in a virtual machine lends pages of the machine's memory instead of a memfd (`lent.rs`), and its packets enter the overlay by the
+//! machine's interface (`carrier.rs`, `udp_frame.rs`); `vm/` is how it gets there.
+//!
 //! - `entry.rs`: the entries of the queues; `queue.rs`: the queues;
 //! - `process.rs`, `posting.rs`: the process's side;
 //! - `fuzz.rs`: a hostile process, for tests;
 //! - `served.rs`, `service.rs`, `share.rs`, `translation.rs`: the daemon's side, where all input is hostile.
 
 mod arena;
+pub(crate) mod carrier;
 pub mod entry;
 #[cfg(any(test, feature = "test-util"))]
 pub mod fuzz;
+pub(crate) mod lent;
 mod posting;
 mod process;
-mod queue;
+pub(crate) mod queue;
 mod served;
 mod service;
 mod share;
 mod translation;
+pub(crate) mod udp_frame;
 
+pub use carrier::{Datagrams, GuestFrame, MacAddress};
+pub use lent::Lent;
 pub(crate) use process::{Endpoint, Node};
+pub(crate) use service::GuestEnds;
 pub use service::{ContainerCounters, ContainerId, SERVED_MAX, Service};
 pub use share::{ShareSettings, WEIGHT_MAX};
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

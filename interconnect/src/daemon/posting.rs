@@ -34,15 +34,17 @@ pub(super) struct Posting {
     memory: BTreeMap<usize, (usize, u32)>,
     next_number: u32,
     arena: Option<Arena>,
+    /// Size of the arena, which is made when it is first needed.
+    arena_bytes: u64,
     posted: Slab<Posted>,
     /// Number of posted buffers among them.
     buffers: usize,
 }
 
 impl Posting {
-    pub(super) fn new() -> Self {
-        let next_number = arena::NUMBER + 1;
-        Self { memory: BTreeMap::new(), next_number, arena: None, posted: Slab::new(POSTED_MAX), buffers: 0 }
+    pub(super) fn new(arena_bytes: u64) -> Self {
+        let (memory, next_number) = (BTreeMap::new(), arena::NUMBER + 1);
+        Self { memory, next_number, arena: None, arena_bytes, posted: Slab::new(POSTED_MAX), buffers: 0 }
     }
 
     /// Passes memory to the daemon.
@@ -66,7 +68,9 @@ impl Posting {
 
     fn block(&mut self, bell: &Bell, len: usize) -> Result<Extent, PostError> {
         if self.arena.is_none() {
-            let arena = Arena::new().ok().filter(|arena| give(bell, arena::NUMBER, arena.pages()).is_ok());
+            let arena = Arena::new(self.arena_bytes)
+                .ok()
+                .filter(|arena| give(bell, arena::NUMBER, arena.pages()).is_ok());
             self.arena = Some(arena.ok_or(PostError::Busy)?);
         }
         self.arena.as_mut().and_then(|arena| arena.take(len as u64)).ok_or(PostError::Busy)

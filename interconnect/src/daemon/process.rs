@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, MutexGuard};
 
+use super::arena;
 use super::entry::{Answer, Event, Submission, ended};
 use super::posting::Posting;
 use super::queue::Queues;
@@ -86,12 +87,16 @@ fn lost() -> Error {
 }
 
 impl Node {
-    pub(crate) fn open(options: &Options) -> Result<Self, Error> {
+    /// Opens a node; `is_vm`: the daemon is the helper in a virtual machine.
+    pub(crate) fn open(options: &Options, is_vm: bool) -> Result<Self, Error> {
         let Some(name) = &options.meeting else {
             return Err(Error::Daemon("VNET_RDMA_MEETING is empty; unset it".into()));
         };
         let daemon = Guest::connect(name).map_err(|error| {
-            let mend = "is vnetd running, and has the container an interface of its own?";
+            let mend = match is_vm {
+                true => "is vnet-rdma-guest running in this virtual machine?",
+                false => "is vnetd running, and has the container an interface of its own?",
+            };
             Error::Daemon(format!("cannot reach it in this network namespace: {error}; {mend}"))
         })?;
         let end = Instant::now() + PATIENCE;
@@ -102,7 +107,7 @@ impl Node {
                 Some(Heard::Declined(why)) => return Err(Error::Daemon(why.to_string())),
                 Some(Heard::Attached { address, memory, bell }) => {
                     let queues = Queues::of_process(memory).map_err(Error::Memory)?;
-                    let inner = Inner::new(queues);
+                    let inner = Inner::new(queues, if is_vm { arena::LOCKED_BYTES } else { arena::BYTES });
                     let (inner, bell) = (Mutex::new(inner), Bell::new(bell));
                     return Ok(Self { shared: Arc::new(Shared { inner, bell, _daemon: daemon, address }) });
                 }
@@ -133,10 +138,10 @@ impl Drop for Node {
 }
 
 impl Inner {
-    fn new(queues: Queues) -> Self {
+    fn new(queues: Queues, arena_bytes: u64) -> Self {
         Self {
             queues,
-            posting: Posting::new(),
+            posting: Posting::new(arena_bytes),
             completions: HashMap::new(),
             answers: HashMap::new(),
             next_ticket: 1,

@@ -9,9 +9,11 @@
 
 use std::io;
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
 use super::entry::{Entry, WORDS};
+use super::lent::Lent;
 use crate::ring::{Broken, View, create};
 
 /// Entries of the queue of submissions: more than the operations that a process may have under way.
@@ -20,8 +22,9 @@ pub(super) const SUBMISSIONS: usize = 2048;
 pub(super) const EVENTS: usize = 4096;
 const CONTROL_BYTES: usize = 4096;
 const ENTRY_BYTES: usize = WORDS * size_of::<u64>();
-const FILE_BYTES: usize = 2 * CONTROL_BYTES + (SUBMISSIONS + EVENTS) * ENTRY_BYTES;
-const _: () = assert!(size_of::<Control>() <= CONTROL_BYTES);
+/// Size of the memory of both queues: whole pages.
+pub(crate) const FILE_BYTES: usize = 2 * CONTROL_BYTES + (SUBMISSIONS + EVENTS) * ENTRY_BYTES;
+const _: () = assert!(size_of::<Control>() <= CONTROL_BYTES && FILE_BYTES.is_multiple_of(4096));
 
 /// Positions of a queue and requests to be woken, in the shared memory, each in cache lines of its own.
 #[repr(C)]
@@ -40,7 +43,7 @@ struct Line<T>(T);
 type Cell = [AtomicU64; WORDS];
 
 /// Creates the memory of both queues.
-pub(super) fn provide() -> io::Result<OwnedFd> {
+pub(crate) fn provide() -> io::Result<OwnedFd> {
     create(FILE_BYTES)
 }
 
@@ -68,7 +71,7 @@ impl Queue {
 }
 
 /// The writer's end.
-pub(super) struct Writer {
+pub(crate) struct Writer {
     queue: Queue,
     head: u64,
     /// The reader's position when this end last looked.
@@ -90,7 +93,7 @@ impl Writer {
     }
 
     /// Writes an entry. Returns false if there is no room.
-    pub(super) fn push(&mut self, entry: &Entry) -> Result<bool, Broken> {
+    pub(crate) fn push(&mut self, entry: &Entry) -> Result<bool, Broken> {
         if self.room()? == 0 {
             return Ok(false);
         }
@@ -115,7 +118,7 @@ impl Writer {
 }
 
 /// The reader's end.
-pub(super) struct Reader {
+pub(crate) struct Reader {
     queue: Queue,
     tail: u64,
     /// The writer's position when this end last looked.
@@ -124,7 +127,7 @@ pub(super) struct Reader {
 
 impl Reader {
     /// Takes the next entry: a private copy.
-    pub(super) fn next(&mut self) -> Result<Option<Entry>, Broken> {
+    pub(crate) fn next(&mut self) -> Result<Option<Entry>, Broken> {
         if self.tail == self.head {
             let head = self.queue.control().head.0.load(Ordering::Acquire);
             if head.checked_sub(self.tail).is_none_or(|filled| filled > self.queue.entries) {
@@ -169,28 +172,31 @@ fn takes(request: &AtomicU32) -> bool {
 }
 
 /// The mapped memory of both queues, and this side's ends of them.
-pub(super) struct Queues {
-    pub(super) writer: Writer,
-    pub(super) reader: Reader,
+pub(crate) struct Queues {
+    pub(crate) writer: Writer,
+    pub(crate) reader: Reader,
     /// Unmapped when both ends are gone.
-    _view: View,
+    _memory: Arc<dyn Lent>,
 }
 
 impl Queues {
     /// The daemon's side: reads submissions and writes events.
     pub(super) fn of_daemon(memory: OwnedFd) -> io::Result<Self> {
+        Self::of_daemon_in(map(memory)?)
+    }
+
+    /// The daemon's side, in memory that a virtual machine has lent.
+    pub(super) fn of_daemon_in(memory: Arc<dyn Lent>) -> io::Result<Self> {
         Self::open(memory, |submissions, events| (events, submissions))
     }
 
     /// The process's side: writes submissions and reads events.
-    pub(super) fn of_process(memory: OwnedFd) -> io::Result<Self> {
-        Self::open(memory, |submissions, events| (submissions, events))
+    pub(crate) fn of_process(memory: OwnedFd) -> io::Result<Self> {
+        Self::open(map(memory)?, |submissions, events| (submissions, events))
     }
 
-    fn open(memory: OwnedFd, ends: impl Fn(Queue, Queue) -> (Queue, Queue)) -> io::Result<Self> {
-        let wrong = |_| io::Error::other("the memory of the queues has another size or is not sealed");
-        let view = View::new(memory).map_err(wrong)?;
-        let all = view.all();
+    fn open(memory: Arc<dyn Lent>, ends: impl Fn(Queue, Queue) -> (Queue, Queue)) -> io::Result<Self> {
+        let all = memory.span();
         if all.len() != FILE_BYTES {
             return Err(io::Error::other("the memory of the queues has another size"));
         }
@@ -206,9 +212,14 @@ impl Queues {
         Ok(Self {
             writer: Writer { queue: out, head: 0, tail: 0 },
             reader: Reader { queue: into, tail: 0, head: 0 },
-            _view: view,
+            _memory: memory,
         })
     }
+}
+
+fn map(memory: OwnedFd) -> io::Result<Arc<dyn Lent>> {
+    let wrong = |_| io::Error::other("the memory of the queues has another size or is not sealed");
+    Ok(Arc::new(View::new(memory).map_err(wrong)?))
 }
 
 #[cfg(test)]

@@ -1,15 +1,18 @@
 //! One process whose engine the daemon runs. The process may be hostile: each entry is copied once and checked, each address is looked
 //! up in the memory that the process has registered, and work, memory and requests are bounded.
 
+use std::mem;
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::{io, mem};
+use std::sync::Arc;
 
+use super::carrier::Carrier;
 use super::entry::{Answer, Event, Extent, Submission, Task, ended};
+use super::lent::Inbox;
 use super::queue::Queues;
 use super::share::Share;
 use super::translation::{Budget, Foreign, Translation};
 use crate::closer::close_or_leak_now;
-use crate::node::socket::{Socket, segments};
+use crate::node::socket::segments;
 use crate::proto::{
     Atomic, Config, Engine, Kind, Match, Outgoing, Peer, PostError, Receive, Shape, Span, Status,
 };
@@ -30,6 +33,9 @@ const RECEIVES: usize = 16;
 const WORDS: usize = 64;
 /// Interval at which the bell of a busy process is heard.
 const HEAR_EVERY_NS: u64 = 10_000_000;
+
+/// How long an entry of a process in a virtual machine waits for the memory that it names, which comes by another way.
+const MEMORY_WITHIN_NS: u64 = 2_000_000_000;
 
 /// Why a process is not served any more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -69,7 +75,11 @@ pub(super) struct Served {
     memory: Translation,
     queues: Queues,
     bell: Bell,
-    socket: Socket,
+    carrier: Carrier,
+    /// Memory that the process's virtual machine has lent.
+    inbox: Option<Arc<Inbox>>,
+    /// The next submission, if it names memory that is not there yet, and when it is refused.
+    stalled: Option<(Submission, u64)>,
     endpoints: Vec<u16>,
     hear_at: u64,
     /// The process has been asked to ring.
@@ -78,33 +88,34 @@ pub(super) struct Served {
 }
 
 impl Served {
-    /// Serves the process at the other end of `bell` and of the queues in `memory`.
+    /// Serves the process at the other end of `bell` and of the queues.
     pub(super) fn new(
-        memory: OwnedFd,
+        queues: Queues,
         bell: OwnedFd,
-        socket: Socket,
+        (carrier, inbox): (Carrier, Option<Arc<Inbox>>),
         limits: Config,
-        life: (u64, [u8; 32]),
-    ) -> io::Result<Self> {
+        (epoch, seed): (u64, [u8; 32]),
+    ) -> Self {
         let config = Config {
-            datagram_max: 65_507,
-            receive_budget: socket.receive_room().clamp(64 << 10, 4 << 20),
+            datagram_max: carrier.datagram_max(),
+            receive_budget: carrier.receive_room().clamp(64 << 10, 4 << 20),
             unexpected_bytes_max: UNEXPECTED_BYTES_MAX,
             kept_bytes_max: KEPT_BYTES_MAX,
             ..limits
         };
-        let (epoch, seed) = life;
-        Ok(Self {
+        Self {
             engine: Engine::new(config, epoch, seed),
             memory: Translation::default(),
-            queues: Queues::of_daemon(memory)?,
+            queues,
             bell: Bell::new(bell),
-            socket,
+            carrier,
+            inbox,
+            stalled: None,
             endpoints: vec![],
             hear_at: 0,
             is_armed: false,
             counts: Counts::default(),
-        })
+        }
     }
 
     /// Does what there is to do, within bounds. Returns whether there was anything.
@@ -115,7 +126,7 @@ impl Served {
             self.hear(budget)?;
         }
         for _ in 0..RECEIVES {
-            let Some(received) = self.socket.receive() else { break };
+            let Some(received) = self.carrier.receive() else { break };
             worked = true;
             for packet in segments(&received) {
                 self.counts.packets_in += 1;
@@ -134,29 +145,59 @@ impl Served {
         for _ in 0..WORDS {
             // Nobody waits for a close that blocks. A process gets no second chance to pass such descriptors.
             match self.bell.hear_with(close_or_leak_now).map_err(|_| End::Gone)? {
-                None => return Ok(()),
+                None => break,
                 Some(Word::Ring) => {}
-                Some(Word::Grant(number, memory)) => {
+                Some(Word::Grant(number, memory)) if self.inbox.is_none() => {
                     // Keys of memory are the process's own numbers here.
                     let number = u32::try_from(number).map_err(|_| End::Broken)?;
                     if !self.memory.map(number, memory, budget)? {
                         self.counts.refused += 1;
                     }
                 }
+                Some(Word::Grant(_, memory)) => {
+                    close_or_leak_now(memory);
+                    return Err(End::Broken);
+                }
                 Some(Word::Ask(..) | Word::Refuse(_)) => return Err(End::Broken),
             }
         }
+        while let Some((number, lent)) = self.inbox.as_ref().and_then(|inbox| inbox.take()) {
+            if !self.memory.adopt(number, lent, budget)? {
+                self.counts.refused += 1;
+            }
+        }
         Ok(())
+    }
+
+    /// Takes the next submission, if it names no memory that is still to come.
+    fn next(&mut self, now: u64, budget: &mut Budget) -> Result<Option<Submission>, End> {
+        let (submission, refused_at) = match self.stalled.take() {
+            Some(stalled) => stalled,
+            None => {
+                let Some(entry) = self.queues.reader.next()? else { return Ok(None) };
+                self.counts.submissions += 1;
+                (Submission::decode(&entry).ok_or(End::Broken)?, now + MEMORY_WITHIN_NS)
+            }
+        };
+        if self.inbox.is_some() {
+            let lacks = |memory: &Translation| submission.extents().any(|extent| !memory.has(extent.memory));
+            if lacks(&self.memory) {
+                self.hear(budget)?;
+            }
+            if now < refused_at && lacks(&self.memory) {
+                self.stalled = Some((submission, refused_at));
+                return Ok(None);
+            }
+        }
+        Ok(Some(submission))
     }
 
     /// Takes submissions. Those that find no room for their answers stay in the queue.
     fn fetch(&mut self, now: u64, budget: &mut Budget) -> Result<bool, End> {
         let mut taken = 0;
         while taken < SUBMISSIONS && self.may_fetch()? {
-            let Some(entry) = self.queues.reader.next()? else { break };
+            let Some(submission) = self.next(now, budget)? else { break };
             taken += 1;
-            self.counts.submissions += 1;
-            let submission = Submission::decode(&entry).ok_or(End::Broken)?;
             if let Some(event) = self.apply(now, submission, budget)? {
                 self.queues.writer.push(&event.encode())?;
             }
@@ -191,7 +232,8 @@ impl Served {
                 done(ticket, if self.engine.deregister(key) { Ok(1) } else { Err(PostError::UnknownKey) })
             }
             Submission::Route { address, bytes } => {
-                self.engine.set_datagram(address, usize::try_from(bytes).unwrap_or(usize::MAX));
+                let bytes = usize::try_from(bytes).unwrap_or(usize::MAX).min(self.carrier.datagram_max());
+                self.engine.set_datagram(address, bytes);
                 None
             }
             Submission::Post { endpoint, peer, task, extent, data, context } => {
@@ -293,12 +335,12 @@ impl Served {
         while share.may_send(now) {
             let Some(packet) = self.engine.depart(now) else { break };
             let bytes = packet.header.as_bytes().len() + packet.payload.len();
-            self.socket.send(packet);
+            self.carrier.send(packet);
             share.spend(now, bytes);
             self.counts.packets_out += 1;
             self.counts.bytes_out += bytes as u64;
         }
-        self.socket.flush();
+        self.carrier.flush();
         before != self.counts.packets_out
     }
 
@@ -328,27 +370,28 @@ impl Served {
         if is_stuck && has_room || !has_room && self.queues.writer.starve()? {
             return Ok(true);
         }
-        Ok(self.queues.reader.arm() && self.may_fetch()?)
+        // What a stalled entry waits for rings the bell.
+        Ok(self.stalled.is_none() && self.queues.reader.arm() && self.may_fetch()?)
     }
 
     /// When the process has to be served again, at the latest.
     pub(super) fn wakes_at(&self, now: u64, share: &Share) -> Option<u64> {
-        let at = self.engine.wake_at(now)?;
-        Some(at.max(share.wakes_at(now).unwrap_or(0)))
+        let at = self.engine.wake_at(now).map(|at| at.max(share.wakes_at(now).unwrap_or(0)));
+        at.into_iter().chain(self.stalled.map(|(_, refused_at)| refused_at)).min()
     }
 
     /// What wakes the daemon for the process.
     pub(super) fn descriptors(&self) -> [BorrowedFd<'_>; 2] {
-        [self.bell.descriptor(), self.socket.as_fd()]
+        [self.bell.descriptor(), self.carrier.as_fd()]
     }
 
     /// Tells all peers that the process is gone.
     pub(super) fn say_goodbye(&mut self, now: u64) {
         self.engine.say_goodbye();
         while let Some(packet) = self.engine.depart(now) {
-            self.socket.send(packet);
+            self.carrier.send(packet);
         }
-        self.socket.flush();
+        self.carrier.flush();
     }
 
     pub(super) fn counts(&self) -> Counts {

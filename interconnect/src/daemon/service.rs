@@ -16,7 +16,9 @@ use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
-use super::queue;
+use super::carrier::{Carrier, GuestPort};
+use super::lent::{Inbox as Lendings, Lent};
+use super::queue::{self, Queues};
 use super::served::{Counts, End, Served};
 use super::share::{Share, ShareSettings};
 use super::translation::{Budget, Total};
@@ -172,6 +174,37 @@ impl Service {
         socket: UdpSocket,
         limits: Config,
     ) -> io::Result<Ends> {
+        self.admit(id, settings, || provide(socket, limits))
+    }
+
+    /// Serves a process in a virtual machine, whose queues lie in memory that the machine has lent, and whose packets take its interface. Later
+    /// memory comes by `lendings`; the bell is rung for it.
+    ///
+    /// # Errors
+    /// As `attach`.
+    pub(crate) fn attach_guest(
+        &self,
+        (id, settings): (ContainerId, ShareSettings),
+        port: GuestPort,
+        limits: Config,
+        queues: Arc<dyn Lent>,
+        lendings: Arc<Lendings>,
+    ) -> io::Result<GuestEnds> {
+        self.admit(id, settings, || {
+            let queues = Queues::of_daemon_in(queues)?;
+            let (bell, own, leash) = bell()?;
+            let served =
+                Served::new(queues, own, (Carrier::Guest(Box::new(port)), Some(lendings)), limits, life()?);
+            Ok((GuestEnds { bell, leash }, served))
+        })
+    }
+
+    fn admit<T>(
+        &self,
+        id: ContainerId,
+        settings: ShareSettings,
+        provide: impl FnOnce() -> io::Result<(T, Served)>,
+    ) -> io::Result<T> {
         let mut counts = self.common.served.lock();
         let of_container = counts.get(&id).copied().unwrap_or(0);
         // What a process passes and nobody closes must stay little.
@@ -181,7 +214,7 @@ impl Service {
         {
             return Err(io::ErrorKind::QuotaExceeded.into());
         }
-        let (ends, served) = provide(socket, limits)?;
+        let (ends, served) = provide()?;
         counts.insert(id, of_container + 1);
         self.common.inbox.lock().new.push(New { id, settings, served });
         self.common.tell();
@@ -209,13 +242,33 @@ pub(super) fn provide(socket: UdpSocket, limits: Config) -> io::Result<(Ends, Se
     socket.set_nonblocking(true)?;
     let address = socket.local_addr()?;
     let memory = queue::provide()?;
+    let queues = Queues::of_daemon(memory.try_clone()?)?;
+    let (bell, own, leash) = bell()?;
+    let carrier = Carrier::Socket(Box::new(Socket::new(socket)?));
+    let served = Served::new(queues, own, (carrier, None), limits, life()?);
+    Ok((Ends { address, memory, bell, leash }, served))
+}
+
+/// What the daemon keeps of a process in a virtual machine: both speak for it.
+pub(crate) struct GuestEnds {
+    /// The process's end of the bell.
+    pub(crate) bell: OwnedFd,
+    /// The engine's end: shutting it down ends the attachment.
+    pub(crate) leash: OwnedFd,
+}
+
+/// A bell: the process's end, the engine's, and the engine's once more.
+fn bell() -> io::Result<(OwnedFd, OwnedFd, OwnedFd)> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let (bell, own) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
     let leash = own.try_clone()?;
+    Ok((bell, own, leash))
+}
+
+/// Epoch and seed of a new engine.
+fn life() -> io::Result<(u64, [u8; 32])> {
     let epoch = SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |since| since.as_nanos() as u64);
-    let socket = Socket::new(socket)?;
-    let served = Served::new(memory.try_clone()?, own, socket, limits, (epoch, random()?))?;
-    Ok((Ends { address, memory, bell, leash }, served))
+    Ok((epoch, random()?))
 }
 
 /// All containers, and the clock.

@@ -120,7 +120,7 @@ fn pattern(len: usize, seed: u8) -> Vec<u8> {
 }
 
 /// All operations between two nodes, whoever runs their engines.
-fn all_operations(a: &Endpoint, b: &Endpoint, from: Peer, to: Peer) {
+pub(crate) fn all_operations(a: &Endpoint, b: &Endpoint, from: Peer, to: Peer) {
     let [near, far] = [a, b].map(|end| Region::new(end, 2 * LEN, BOTH).unwrap());
     for (seed, len) in [0, 1, 8, 1500, 16_384, 16_385, 65_507, LEN].into_iter().enumerate() {
         let bytes = pattern(len, seed as u8);
@@ -264,7 +264,7 @@ fn what_cannot_be_is_said_in_one_line() {
         Ok(_) => panic!("opened"),
     };
     let wrong = failure(&daemon.options("fast"));
-    assert!(wrong.contains("must be process or daemon"), "{wrong}");
+    assert!(wrong.contains("must be process, daemon or vm"), "{wrong}");
     let absent = failure(&Options { meeting: Some("vnet-test-nobody".into()), ..daemon.options("daemon") });
     assert!(absent.contains("is vnetd running"), "{absent}");
     let (node, endpoint, _) = daemon.node("daemon");

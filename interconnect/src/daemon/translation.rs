@@ -4,6 +4,8 @@
 //! submission is a number, an offset and a length, looked up here. A mapping lasts until its process is gone, because operations may
 //! refer to it; the engine is dropped before.
 //!
+//! A virtual machine lends pages instead (`lent.rs`).
+//!
 //! All mappings of a container are accounted together. The pages of a sealed memfd are allocated at first touch, possibly by the daemon, so the
 //! sizes of the mappings bound what a container can make the daemon allocate.
 
@@ -13,6 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::entry::Extent;
+use super::lent::Lent;
 use crate::closer::close_or_leak_now;
 use crate::proto::Span;
 use crate::ring::{View, sealed_len};
@@ -63,7 +66,9 @@ pub(super) struct Foreign;
 /// The memory of one process.
 #[derive(Default)]
 pub(super) struct Translation {
-    mappings: HashMap<u32, View>,
+    /// `None`: memory that was refused.
+    mappings: HashMap<u32, Option<Arc<dyn Lent>>>,
+    pieces: usize,
     bytes: u64,
 }
 
@@ -77,15 +82,49 @@ impl Translation {
             close_or_leak_now(memory);
             return Err(Foreign);
         };
-        let is_too_much = self.mappings.len() >= MAPPINGS_MAX || len as u64 > budget.left();
+        let is_too_much = self.pieces >= MAPPINGS_MAX || len as u64 > budget.left();
         let view = if is_too_much { Err(memory) } else { View::new(memory) };
         // The last close of a large file takes long.
         let Ok(view) = view.map_err(close_or_leak_now) else { return Ok(false) };
-        let len = view.all().len() as u64;
-        self.bytes += len;
-        budget.take(len);
-        self.mappings.insert(number, view);
+        self.insert(number, Arc::new(view), budget);
         Ok(true)
+    }
+
+    /// Uses memory that a virtual machine has lent under this number; `None`: it could not be lent. Returns false if it is not used.
+    ///
+    /// # Errors
+    /// The number is taken.
+    pub(super) fn adopt(
+        &mut self,
+        number: u32,
+        lent: Option<Arc<dyn Lent>>,
+        budget: &mut Budget,
+    ) -> Result<bool, Foreign> {
+        if self.has(number) {
+            return Err(Foreign);
+        }
+        let fits = |lent: &Arc<dyn Lent>| {
+            self.pieces + lent.pieces() <= MAPPINGS_MAX && lent.span().len() as u64 <= budget.left()
+        };
+        match lent.filter(fits) {
+            Some(lent) => {
+                self.insert(number, lent, budget);
+                Ok(true)
+            }
+            None if self.mappings.len() < MAPPINGS_MAX => {
+                self.mappings.insert(number, None);
+                Ok(false)
+            }
+            None => Err(Foreign),
+        }
+    }
+
+    fn insert(&mut self, number: u32, memory: Arc<dyn Lent>, budget: &mut Budget) {
+        let len = memory.span().len() as u64;
+        self.bytes += len;
+        self.pieces += memory.pieces();
+        budget.take(len);
+        self.mappings.insert(number, Some(memory));
     }
 
     pub(super) fn has(&self, number: u32) -> bool {
@@ -97,7 +136,7 @@ impl Translation {
         if extent.len == 0 {
             return Some(Span::EMPTY);
         }
-        self.mappings.get(&extent.memory)?.all().part(extent.offset, extent.len)
+        self.mappings.get(&extent.memory)?.as_ref()?.span().part(extent.offset, extent.len)
     }
 
     /// Size of all mappings.
@@ -105,9 +144,9 @@ impl Translation {
         self.bytes
     }
 
-    /// Number of mappings.
+    /// Number of pieces of memory in use.
     pub(super) fn mappings(&self) -> usize {
-        self.mappings.len()
+        self.mappings.values().flatten().count()
     }
 }
 

@@ -6,7 +6,7 @@ use std::os::fd::OwnedFd;
 use crate::proto::Config;
 
 /// Bytes of an address: IPv6 or mapped IPv4 (16), scope (4), port (2), 1 for IPv6 (1).
-pub(super) const ADDRESS: usize = 23;
+pub(crate) const ADDRESS: usize = 23;
 
 /// What a process wants of the daemon's engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,7 +36,7 @@ impl Request {
         }
     }
 
-    pub(super) fn encode(&self) -> [u8; ADDRESS + 8] {
+    pub(crate) fn encode(&self) -> [u8; ADDRESS + 8] {
         let mut bytes = [0; ADDRESS + 8];
         bytes[..ADDRESS].copy_from_slice(&encode_address(self.bind));
         bytes[ADDRESS..ADDRESS + 4].copy_from_slice(&self.timeout_ms.to_be_bytes());
@@ -44,7 +44,7 @@ impl Request {
         bytes
     }
 
-    pub(super) fn decode(bytes: &[u8; ADDRESS + 8]) -> Option<Self> {
+    pub(crate) fn decode(bytes: &[u8; ADDRESS + 8]) -> Option<Self> {
         let (address, [t0, t1, t2, t3, n0, n1, n2, n3]) = bytes
             .split_first_chunk()
             .and_then(|(address, rest)| Some((decode_address(address)?, <[u8; 8]>::try_from(rest).ok()?)))?;
@@ -57,7 +57,7 @@ impl Request {
     }
 }
 
-pub(super) fn encode_address(address: SocketAddr) -> [u8; ADDRESS] {
+pub(crate) fn encode_address(address: SocketAddr) -> [u8; ADDRESS] {
     let mut bytes = [0; ADDRESS];
     let (ip, scope) = match address {
         SocketAddr::V4(v4) => (v4.ip().to_ipv6_mapped(), 0),
@@ -71,7 +71,7 @@ pub(super) fn encode_address(address: SocketAddr) -> [u8; ADDRESS] {
 }
 
 /// Returns `None` if the bytes are not those of `encode_address`.
-pub(super) fn decode_address(bytes: &[u8; ADDRESS]) -> Option<SocketAddr> {
+pub(crate) fn decode_address(bytes: &[u8; ADDRESS]) -> Option<SocketAddr> {
     let [ip @ .., s0, s1, s2, s3, p0, p1, is_v6] = *bytes;
     let (ip, port) = (Ipv6Addr::from(ip), u16::from_be_bytes([p0, p1]));
     let scope = u32::from_be_bytes([s0, s1, s2, s3]);
@@ -116,22 +116,35 @@ pub enum Decline {
         "a link of this container's network is sealed, and only the engine of the process seals; unset VNET_RDMA_ATTACHMENT"
     )]
     Sealed,
+    /// No vnetd answers at the virtual machine's interface.
+    #[error(
+        "no vnetd answers at this virtual machine's interface; it needs kind = 'vhost-user' and daemon_engine = true in its [[network]]"
+    )]
+    Silent,
+    /// The daemon cannot use the virtual machine's memory.
+    #[error(
+        "the memory cannot be shared with the host: it lies in too many pieces, the machine is being migrated, or its memory is private; \
+         'echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled' makes pieces larger"
+    )]
+    Memory,
 }
 
 impl Decline {
-    pub(super) fn encode(self) -> [u8; 5] {
+    pub(crate) fn encode(self) -> [u8; 5] {
         let (code, errno) = match self {
             Decline::NotAllowed => (1, 0),
             Decline::TooMany => (2, 0),
             Decline::Address(errno) => (3, errno),
             Decline::Port => (4, 0),
             Decline::Sealed => (5, 0),
+            Decline::Silent => (6, 0),
+            Decline::Memory => (7, 0),
         };
         let [a, b, c, d] = i32::to_be_bytes(errno);
         [code, a, b, c, d]
     }
 
-    pub(super) fn decode(bytes: &[u8; 5]) -> Option<Self> {
+    pub(crate) fn decode(bytes: &[u8; 5]) -> Option<Self> {
         let [code, errno @ ..] = *bytes;
         let errno = i32::from_be_bytes(errno);
         Some(match (code, errno) {
@@ -140,6 +153,8 @@ impl Decline {
             (3, errno) => Decline::Address(errno),
             (4, 0) => Decline::Port,
             (5, 0) => Decline::Sealed,
+            (6, 0) => Decline::Silent,
+            (7, 0) => Decline::Memory,
             _ => return None,
         })
     }

@@ -31,6 +31,7 @@ mod guest;
 mod host;
 mod sealing;
 
+pub(crate) use attach::{ADDRESS, decode_address, encode_address};
 pub use attach::{Decline, Ends, Request};
 pub(crate) use guest::{Guest, Heard};
 pub(crate) use host::RINGS_OF_PROCESS_MAX;
@@ -110,7 +111,7 @@ impl Message {
                 (16, &request, &[])
             }
             Message::Attached(at) => {
-                address = attach::encode_address(*at);
+                address = encode_address(*at);
                 (17, &address, &[])
             }
             Message::Declined(why) => {
@@ -152,7 +153,7 @@ impl Message {
                 Message::Keys(ticket, answer)
             }
             16 => Message::Attach(Request::decode(rest.try_into().ok()?)?),
-            17 => Message::Attached(attach::decode_address(rest.try_into().ok()?)?),
+            17 => Message::Attached(decode_address(rest.try_into().ok()?)?),
             18 => Message::Declined(Decline::decode(rest.try_into().ok()?)?),
             _ => return None,
         })

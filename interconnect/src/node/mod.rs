@@ -80,7 +80,7 @@ pub enum Error {
     )]
     Foreign,
     /// There is no such attachment.
-    #[error("VNET_RDMA_ATTACHMENT is '{0}', but must be process or daemon")]
+    #[error("VNET_RDMA_ATTACHMENT is '{0}', but must be process, daemon or vm")]
     Attachment(String),
     /// Sealing is either on or off.
     #[error("VNET_RDMA_SEAL is '{0}', but must be auto or off")]
@@ -99,7 +99,8 @@ pub struct Options {
     /// Abstract Unix socket of this host's daemon, which gives shared memory to processes of one host. `None`: all packets take the
     /// UDP socket.
     pub meeting: Option<String>,
-    /// Who runs the protocol: `process` (the default), or `daemon`, the daemon of this host.
+    /// Who runs the protocol: `process` (the default), `daemon`, the daemon of this host, or in a virtual machine `vm`, the daemon of the
+    /// host below.
     pub attachment: Option<String>,
     /// `auto` (the default) seals packets to peers behind sealed links; `off` sends and takes clear text.
     pub seal: Option<String>,

@@ -38,9 +38,9 @@ pub(crate) struct Socket {
 /// A received datagram, or several coalesced datagrams of one sender and one size.
 pub(crate) struct Received<'a> {
     pub(crate) from: SocketAddr,
-    pub(super) bytes: &'a mut [u8],
+    pub(crate) bytes: &'a mut [u8],
     /// Size of each packet except the last.
-    pub(super) segment: usize,
+    pub(crate) segment: usize,
     pub(crate) congestion: bool,
 }
 

@@ -41,6 +41,8 @@ pub(crate) struct View {
 
 // SAFETY: the mapping belongs to this value, and any thread may access and unmap it.
 unsafe impl Send for View {}
+// SAFETY: as above; the value itself does not change.
+unsafe impl Sync for View {}
 
 impl View {
     /// Maps memory that a peer has passed. Returns the descriptor if it is not what it should be.

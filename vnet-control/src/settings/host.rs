@@ -482,7 +482,7 @@ pub static NETWORK: Declaration<NetworkSpec> = Declaration {
             "daemon_engine",
             flag(),
             |own: NetworkSpec| own.daemon_engine,
-            "applications in containers may have vnetd run the interconnect's engine for them"
+            "applications in containers and virtual machines may have vnetd run the interconnect's engine for them"
         )
         .note("see [the interconnect](interconnect.md#the-daemons-engine)")
         .phrase("daemon engine"),

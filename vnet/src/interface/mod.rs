@@ -21,6 +21,7 @@ pub mod local;
 mod netns;
 pub mod pair;
 mod queue_len;
+pub mod sideband;
 pub mod stand_in;
 pub mod tap;
 pub mod underlay;
@@ -37,6 +38,7 @@ use std::time::Duration;
 use self::device::OnDevice;
 use self::interrupts::InterruptSettings;
 use self::pair::PairKind;
+use self::virtqueue::window::Loans;
 use crate::frame::{DropSink, Frame, Room, Selection};
 use crate::source::Source;
 use crate::wire::ethernet::{HEADER_LEN, Mac, VLAN_TAG_LEN};
@@ -80,6 +82,11 @@ pub trait Interface: Send + Sync {
 
     /// Access to the guest's posted buffers; `None` if the interface does not support it.
     fn land(&self) -> Option<&dyn Land> {
+        None
+    }
+
+    /// The guest's memory, for engines that it lends pages to; `None` if this process does not see it.
+    fn loans(&self) -> Option<&Loans> {
         None
     }
 

@@ -45,6 +45,7 @@ reasons! {
         BadSource = "bad_source", "Source MAC is a group address or violates port security (at the ingress port).";
         BadAddress = "bad_address", "Source IP address violates address security (at the ingress port).";
         WrongNetwork = "wrong_network", "The port does not carry the frame's network (at the ingress port).";
+        Sideband = "sideband", "Frame of the guest for vnetd itself that is too long or too many (at the ingress port).";
         StormLimit = "storm_limit", "Flooded frame above the port's storm limit (at the ingress port).";
         NoRoute = "no_route", "No rule or address matches, and there is nowhere to flood (at the ingress port).";
         Hairpin = "hairpin", "The only destination is the ingress port, or split horizon forbids it (at the ingress port).";

@@ -77,13 +77,14 @@ const PROOFS: [&str; 2] = ["proof", "loomed"];
 const LINK_ROOMS: [&str; 7] = ["socket", "path", "sealed", "rendezvous", "vxlan", "native", "stream"];
 
 /// Root files of all crates.
-const ROOTS: [(&str, &str); 6] = [
+const ROOTS: [(&str, &str); 7] = [
     ("vnet/src", "lib.rs"),
     ("vnet-control/src", "lib.rs"),
     ("vnetd/src", "lib.rs"),
     ("vnetd/src", "main.rs"),
     ("vnet-cli/src", "main.rs"),
     ("interconnect/src", "lib.rs"),
+    ("interconnect/guest/src", "main.rs"),
 ];
 
 /// Crates that a machine monitor which embeds the data plane must not have to build.

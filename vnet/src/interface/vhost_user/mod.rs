@@ -35,6 +35,7 @@ use std::thread::JoinHandle;
 use parking_lot::Mutex;
 
 use crate::frame::{DropSink, NetworkId, PortId, Selection};
+use crate::interface::virtqueue::window::Loans;
 use crate::interface::{Coalesce, Interface, Land, State};
 use crate::source::Source;
 use crate::stats::PortStats;
@@ -123,6 +124,10 @@ impl Interface for VhostUser {
 
     fn land(&self) -> Option<&dyn Land> {
         Some(&*self.device)
+    }
+
+    fn loans(&self) -> Option<&Loans> {
+        Some(&self.device.loans)
     }
 
     fn state(&self) -> State {

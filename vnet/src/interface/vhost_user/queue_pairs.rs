@@ -22,6 +22,7 @@ use super::vring::{Common, Running, Shared, Vring};
 use crate::frame::{DropSink, NetworkId, PortId, Room, Selection};
 use crate::interface::interrupts::{Coalescing, EndDecision, InterruptSettings};
 use crate::interface::virtqueue::net::{Format, Giver, Owner};
+use crate::interface::virtqueue::window::Loans;
 use crate::interface::{Coalesce, Land, State};
 use crate::stats::{DropReason, PortStats};
 use crate::wire::ethernet::Mac;
@@ -92,6 +93,8 @@ pub(super) struct Device {
     pub(super) admission: Admission,
     /// Where the front end maps its memory privately, for the interface's note; `None` if it does not.
     private_memory: Mutex<Option<String>>,
+    /// Pages that the guest has lent to engines of this process.
+    pub(super) loans: Loans,
     /// The reason why no frame can flow.
     status: Mutex<String>,
 }
@@ -134,6 +137,7 @@ impl Device {
             coalesces: AtomicBool::new(false),
             admission,
             private_memory: Mutex::new(None),
+            loans: Loans::default(),
             status,
         })
     }
@@ -235,6 +239,7 @@ impl Device {
             pair.ring();
             drop((received, transmitted));
         }
+        self.loans.follow(None, false, None);
         self.set_private_memory(None);
     }
 
@@ -254,6 +259,7 @@ impl Device {
     /// Applies the state common to all vrings.
     pub(super) fn set_common(&self, common: &Common) {
         self.change_all(|vring| vring.set_common(common));
+        self.loans.follow(common.memory.as_ref(), common.logs(), common.log.as_ref());
     }
 
     /// Injects a RARP request from `mac` into the core, so that bridges learn the new location of a migrated guest.

@@ -193,6 +193,7 @@ impl VhostUserBackendReqHandlerMut for Session {
 
     fn reset_device(&mut self) -> Result<()> {
         self.device.change_all(Vring::reset_device);
+        self.device.loans.revoke_all();
         Ok(())
     }
 
@@ -281,6 +282,7 @@ impl VhostUserBackendReqHandlerMut for Session {
             self.device.departed.store(true, Ordering::Release);
         }
         let base = self.vring(index, Vring::stop)?;
+        self.device.loans.revoke_all();
         Ok(VhostUserVringState::new(index, base.into()))
     }
 

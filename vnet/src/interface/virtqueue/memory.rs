@@ -83,6 +83,8 @@ pub struct Region {
     host: *mut u8,
     mapping: *mut u8,
     mapping_len: usize,
+    /// Size in bytes of the pages that the kernel maps: of hugetlbfs, the huge pages'.
+    page_len: u64,
     /// `None` only during construction and drop.
     registration: Option<Registration>,
 }
@@ -137,7 +139,8 @@ impl Region {
         .cast::<u8>();
         // From here on, dropping `region` unmaps the memory.
         let host = mapping.wrapping_add(before as usize);
-        let mut region = Region { spec, host, mapping, mapping_len, registration: None };
+        let page_len = if kind == libc::HUGETLBFS_MAGIC { block } else { 4096 };
+        let mut region = Region { spec, host, mapping, mapping_len, page_len, registration: None };
         let registration = Registration::new(mapping as usize, mapping_len);
         region.registration = Some(registration.map_err(|source| MemoryError::Map { guest_addr, source })?);
         Ok(Arc::new(region))
@@ -152,6 +155,11 @@ impl Region {
     #[inline]
     pub fn host(&self) -> *mut u8 {
         self.host
+    }
+
+    /// Size in bytes of the pages of the mapping.
+    pub(super) fn page_len(&self) -> u64 {
+        self.page_len
     }
 
     /// True once the region's file was truncated under the mapping.
@@ -266,6 +274,13 @@ impl GuestMemory {
     #[inline]
     pub fn translate(&self, addr: u64, len: usize) -> Option<*mut u8> {
         self.row(addr).and_then(|row| row.translate(addr, len as u64))
+    }
+
+    /// The region that contains all `len` bytes from guest physical address `addr`, and a pointer to the first.
+    pub(super) fn locate(&self, addr: u64, len: u64) -> Option<(&Arc<Region>, *mut u8)> {
+        let after = self.rows.partition_point(|row| row.guest_addr <= addr).checked_sub(1)?;
+        // Rows are in the order of the regions.
+        Some((self.regions.get(after)?, self.rows[after].translate(addr, len)?))
     }
 
     /// Like [`GuestMemory::translate`], for an address in the front end's own address space.

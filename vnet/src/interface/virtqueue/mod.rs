@@ -8,6 +8,8 @@
 //!    driver strictly in the order in which they were made available. The layout of rings and descriptors is in [`layout`].
 //! 3. [`net`] turns chains into frames of a [`Batch`](crate::frame::Batch), and frames into filled chains (section 5.1.6).
 //!
+//! Besides, [`window`] lends pages of the memory to engines of this process.
+//!
 //! Guests can break the rules in two ways. A [`RingError`] means the ring itself cannot be trusted any more: the queue is
 //! disabled until the guest resets it. A [`ChainError`] affects one chain, which is returned unused.
 //!
@@ -24,6 +26,7 @@ pub mod net;
 mod prefetch;
 pub mod sigbus;
 pub mod split;
+pub mod window;
 
 #[cfg(any(test, feature = "test-util"))]
 pub mod fuzz;

@@ -10,6 +10,7 @@ use super::*;
 use crate::frame::Room;
 use crate::interface::virtqueue::dirty::LOG_PAGE;
 use crate::interface::virtqueue::memory::{Region, RegionSpec};
+use crate::interface::virtqueue::window::PageRun;
 
 /// No page.
 const NONE: [u64; 0] = [];
@@ -314,4 +315,29 @@ fn rings_continue_on_another_host() {
     assert_eq!(guest.read(), Some(frame(64, 5)));
     assert!(source.receive().is_empty());
     assert!(!source.is_up());
+}
+
+/// An engine that has borrowed pages loses them when a migration begins; all of them count as written.
+#[test]
+fn lent_pages_are_marked_once_they_are_given_back() {
+    let (host, mut guest) = pair();
+    let log = Log::new(&guest);
+    let run = |page| PageRun { addr: ARENA + page * LOG_PAGE, len: LOG_PAGE };
+    let loans = host.interface.loans().unwrap();
+    let window = loans.lend(&[run(9), run(2)]).unwrap();
+    assert!(guest.share_log(&log, log.bytes()));
+    assert!(!window.is_revoked(), "a log alone changes nothing");
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            wait_for("the migration", || window.is_revoked());
+            drop(window);
+        });
+        guest.set_logging(true);
+    });
+    let marked = log.take();
+    assert!([2, 9].iter().all(|number| marked.contains(&(page(ARENA) + number))), "{marked:?}");
+    assert!(!marked.contains(&(page(ARENA) + 3)));
+    assert!(loans.lend(&[run(1)]).is_err(), "nothing is lent during a migration");
+    guest.set_logging(false);
+    assert!(loans.lend(&[run(1)]).is_ok(), "it has failed");
 }

@@ -6,6 +6,7 @@ mod hostile;
 mod landing;
 mod migration;
 mod optimistic;
+mod sideband;
 mod sockets;
 
 use std::io;

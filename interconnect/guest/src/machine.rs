@@ -1,0 +1,131 @@
+//! What the helper does with its machine: a packet socket for control frames, pinned pages, addresses.
+
+use std::collections::HashMap;
+use std::io;
+use std::mem::zeroed;
+use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use vnet_rdma::daemon::MacAddress;
+use vnet_rdma::vm::{ETHERTYPE, Machine, OWN, Pinned, Reserved};
+
+use crate::{interfaces, neighbour, pin};
+
+/// How often the kernel is asked to look for the same neighbour.
+const LOOK_EVERY: Duration = Duration::from_millis(200);
+/// Neighbours that are looked for at once.
+const LOOKED_FOR_MAX: usize = 1024;
+/// Interval at which the same note is repeated at most.
+const NOTE_EVERY: Duration = Duration::from_secs(10);
+
+/// This machine.
+pub struct LinuxMachine {
+    packets: OwnedFd,
+    looked_for: Mutex<HashMap<IpAddr, Instant>>,
+    noted: Mutex<Option<(String, Instant)>>,
+}
+
+impl LinuxMachine {
+    /// Opens the packet socket, for all interfaces.
+    pub fn open() -> io::Result<Self> {
+        let protocol = libc::c_int::from(ETHERTYPE.to_be());
+        let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
+        // SAFETY: the call takes no pointers.
+        let socket = unsafe { libc::socket(libc::AF_PACKET, kind, protocol) };
+        if socket < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: the kernel has just returned this descriptor, and nobody else owns it.
+        let packets = unsafe { OwnedFd::from_raw_fd(socket) };
+        Ok(Self { packets, looked_for: Mutex::default(), noted: Mutex::default() })
+    }
+}
+
+impl Machine for LinuxMachine {
+    fn send(&self, interface: u32, frame: &[u8]) {
+        // SAFETY: a plain C structure, for which zero bytes are valid.
+        let mut to: libc::sockaddr_ll = unsafe { zeroed() };
+        to.sll_family = libc::AF_PACKET as u16;
+        to.sll_protocol = ETHERTYPE.to_be();
+        to.sll_ifindex = interface as i32;
+        to.sll_halen = 6;
+        to.sll_addr[..6].copy_from_slice(&frame[..6]);
+        let len = size_of::<libc::sockaddr_ll>() as libc::socklen_t;
+        // SAFETY: the kernel reads `frame` and `to`, which outlive the call and have these lengths. A frame that is not sent counts as lost.
+        unsafe {
+            let to = (&raw const to).cast();
+            libc::sendto(
+                self.packets.as_raw_fd(),
+                frame.as_ptr().cast(),
+                frame.len(),
+                libc::MSG_DONTWAIT,
+                to,
+                len,
+            );
+        }
+    }
+
+    fn receive(&self, buffer: &mut [u8]) -> Option<usize> {
+        loop {
+            let (received, _) =
+                rustix::net::recv(&self.packets, &mut *buffer, rustix::net::RecvFlags::DONTWAIT).ok()?;
+            // The socket also sees what this machine sends.
+            if buffer[..received].get(6..12) == Some(&OWN) {
+                return Some(received);
+            }
+        }
+    }
+
+    fn descriptor(&self) -> BorrowedFd<'_> {
+        self.packets.as_fd()
+    }
+
+    fn pin(&self, memory: &OwnedFd, len: usize) -> io::Result<Pinned> {
+        pin::pin(memory, len, |text| self.note(text))
+    }
+
+    fn reserve(&self, bind: SocketAddr) -> io::Result<Reserved> {
+        let all = interfaces::ethernet()?;
+        let none = || io::Error::from_raw_os_error(libc::EADDRNOTAVAIL);
+        let (interface, ip) = interfaces::choose(&all, bind).ok_or_else(none)?;
+        // Bound, but never read: the host takes the datagrams to this address.
+        let socket = UdpSocket::bind((ip, bind.port()))?;
+        let (address, index, mac) = (socket.local_addr()?, interface.index, interface.mac);
+        Ok(Reserved { address, interface: index, mac, keep: Box::new(socket) })
+    }
+
+    fn resolve(&self, interface: u32, ip: IpAddr) -> Option<MacAddress> {
+        let own = interfaces::ethernet().ok()?.into_iter().find(|known| known.index == interface)?;
+        if own.addresses.contains(&ip) {
+            return Some(own.mac);
+        }
+        let found = neighbour::known(ip, interface);
+        let mut looked_for = self.looked_for.lock();
+        if found.is_some() {
+            looked_for.remove(&ip);
+            return found;
+        }
+        let now = Instant::now();
+        if looked_for.len() >= LOOKED_FOR_MAX {
+            looked_for.clear();
+        }
+        if looked_for.get(&ip).is_none_or(|at| now.saturating_duration_since(*at) >= LOOK_EVERY) {
+            looked_for.insert(ip, now);
+            neighbour::look_for(ip);
+        }
+        None
+    }
+
+    fn note(&self, text: &str) {
+        let (mut noted, now) = (self.noted.lock(), Instant::now());
+        let is_known = noted
+            .as_ref()
+            .is_some_and(|(known, at)| known == text && now.saturating_duration_since(*at) < NOTE_EVERY);
+        if !is_known {
+            eprintln!("vnet-rdma-guest: {text}");
+            *noted = Some((text.to_owned(), now));
+        }
+    }
+}

@@ -1,0 +1,236 @@
+//! How packets of a served process travel: by a UDP socket in its container, or by the interface of its virtual machine.
+
+use std::collections::HashMap;
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+pub use super::udp_frame::MacAddress;
+use super::udp_frame::{Ends, Headers, headers_to, parse};
+use crate::node::socket::{Received, Socket};
+use crate::proto::Departure;
+
+/// Largest super-frame's payload: with its headers, and those of a tunnel, it fits one IP packet.
+const TRAIN_BYTES_MAX: usize = 64_900;
+/// Packets of a super-frame.
+const TRAIN_PACKETS_MAX: usize = 64;
+/// Peers whose MAC addresses are known. Beyond, all are asked for again.
+const NEIGHBOURS_MAX: usize = 4096;
+/// How often the virtual machine is asked for the MAC address of one peer.
+const ASK_EVERY: Duration = Duration::from_millis(20);
+
+/// A frame of a virtual machine's interface, with work that is left to the network card.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct GuestFrame {
+    /// The frame.
+    pub bytes: Vec<u8>,
+    /// Offset at which the UDP header begins, if its checksum is partial; otherwise 0.
+    pub partial_from: u16,
+    /// The checksum need not be verified.
+    pub is_verified: bool,
+    /// Size of each datagram but the last, if the frame stands for several; otherwise 0.
+    pub segment: u16,
+}
+
+/// Sends and receives the datagrams of one UDP address in the name of a virtual machine.
+pub trait Datagrams: Send {
+    /// Sends a frame as if the machine had. Returns false if it is lost.
+    fn send(&mut self, frame: GuestFrame) -> bool;
+
+    /// Takes the next frame for the address.
+    fn receive(&mut self) -> Option<GuestFrame>;
+
+    /// Readable while frames wait.
+    fn as_fd(&self) -> BorrowedFd<'_>;
+
+    /// Bytes of frames that may wait.
+    fn room(&self) -> usize;
+
+    /// MTU of the interface.
+    fn mtu(&self) -> usize;
+}
+
+/// MAC addresses of peers, as the virtual machine and received frames tell.
+#[derive(Default)]
+pub(crate) struct Neighbours {
+    known: HashMap<IpAddr, MacAddress>,
+    asked: HashMap<IpAddr, Instant>,
+}
+
+impl Neighbours {
+    pub(crate) fn learn(&mut self, ip: IpAddr, mac: MacAddress) {
+        if self.known.len() >= NEIGHBOURS_MAX && !self.known.contains_key(&ip) {
+            self.known.clear();
+        }
+        self.known.insert(ip, mac);
+        self.asked.remove(&ip);
+    }
+
+    /// Whether to ask for this address now.
+    fn may_ask(&mut self, ip: IpAddr, now: Instant) -> bool {
+        if self.asked.len() >= NEIGHBOURS_MAX {
+            self.asked.clear();
+        }
+        let asked = self.asked.insert(ip, now);
+        let is_due = asked.is_none_or(|at| now.saturating_duration_since(at) >= ASK_EVERY);
+        if let (false, Some(at)) = (is_due, asked) {
+            self.asked.insert(ip, at);
+        }
+        is_due
+    }
+}
+
+/// The port of a process in a virtual machine.
+pub(crate) struct GuestPort {
+    datagrams: Box<dyn Datagrams>,
+    address: SocketAddr,
+    mac: MacAddress,
+    neighbours: Arc<Mutex<Neighbours>>,
+    /// Asks the virtual machine for the MAC address of a peer.
+    ask: Box<dyn Fn(IpAddr) + Send>,
+    train: Train,
+    /// The frame that was received last.
+    received: Vec<u8>,
+}
+
+/// Packets to one peer that leave as one super-frame.
+#[derive(Default)]
+struct Train {
+    to: Option<SocketAddr>,
+    /// Room for the headers, then the packets.
+    bytes: Vec<u8>,
+    segment: usize,
+    packets: usize,
+    is_closed: bool,
+}
+
+impl GuestPort {
+    pub(crate) fn new(
+        datagrams: Box<dyn Datagrams>,
+        (address, mac): (SocketAddr, MacAddress),
+        neighbours: Arc<Mutex<Neighbours>>,
+        ask: Box<dyn Fn(IpAddr) + Send>,
+    ) -> Self {
+        Self { datagrams, address, mac, neighbours, ask, train: Train::default(), received: vec![] }
+    }
+
+    fn receive(&mut self) -> Option<Received<'_>> {
+        loop {
+            let frame = self.datagrams.receive()?;
+            let is_verified = frame.is_verified || frame.partial_from > 0;
+            let Some(datagram) = parse(&frame.bytes, is_verified) else { continue };
+            if datagram.to != self.address {
+                continue;
+            }
+            self.neighbours.lock().learn(datagram.from.ip(), datagram.from_mac);
+            self.received = frame.bytes;
+            let bytes = &mut self.received[datagram.payload];
+            let segment = if frame.segment > 0 { frame.segment.into() } else { bytes.len().max(1) };
+            let (from, congestion) = (datagram.from, datagram.congestion);
+            return Some(Received { from, bytes, segment, congestion });
+        }
+    }
+
+    fn send(&mut self, packet: &Departure) {
+        let (header, payload) = (packet.header.as_bytes(), packet.payload);
+        let len = header.len() + payload.len();
+        let train = &self.train;
+        let fits = train.to == Some(packet.to)
+            && !train.is_closed
+            && len <= train.segment
+            && train.packets < TRAIN_PACKETS_MAX
+            && train.segment * train.packets + len <= TRAIN_BYTES_MAX;
+        if !fits {
+            self.flush();
+            let train = &mut self.train;
+            (train.to, train.segment) = (Some(packet.to), len);
+            train.bytes.resize(headers_to(packet.to), 0);
+        }
+        let train = &mut self.train;
+        train.packets += 1;
+        train.is_closed = len < train.segment;
+        train.bytes.extend_from_slice(header);
+        payload.read_to(&mut train.bytes);
+    }
+
+    /// Sends the train. What cannot be sent counts as lost in the network.
+    fn flush(&mut self) {
+        let train = std::mem::take(&mut self.train);
+        let Some(to) = train.to else { return };
+        let known = self.neighbours.lock().known.get(&to.ip()).copied();
+        let Some(to_mac) = known else {
+            if self.neighbours.lock().may_ask(to.ip(), Instant::now()) {
+                (self.ask)(to.ip());
+            }
+            return;
+        };
+        let (at, mut bytes) = (headers_to(to), train.bytes);
+        let ends = Ends { from: self.address, from_mac: self.mac, to, to_mac };
+        let headers = Headers::new(&ends, bytes.len() - at);
+        let is_too_long = at + train.segment > self.datagrams.mtu() + super::udp_frame::ETHERNET;
+        let Some(headers) = headers.filter(|_| !is_too_long) else { return };
+        bytes[..at].copy_from_slice(headers.as_bytes());
+        let segment = if train.packets > 1 { train.segment as u16 } else { 0 };
+        let partial_from = (at - 8) as u16;
+        self.datagrams.send(GuestFrame { bytes, partial_from, is_verified: false, segment });
+    }
+}
+
+/// The way of a process's packets.
+pub(crate) enum Carrier {
+    Socket(Box<Socket>),
+    Guest(Box<GuestPort>),
+}
+
+impl Carrier {
+    pub(super) fn receive(&mut self) -> Option<Received<'_>> {
+        match self {
+            Carrier::Socket(socket) => socket.receive(),
+            Carrier::Guest(port) => port.receive(),
+        }
+    }
+
+    /// Queues a packet; `flush` sends the rest.
+    pub(super) fn send(&mut self, packet: Departure) {
+        match self {
+            Carrier::Socket(socket) => socket.send(packet),
+            Carrier::Guest(port) => port.send(&packet),
+        }
+    }
+
+    pub(super) fn flush(&mut self) {
+        match self {
+            Carrier::Socket(socket) => socket.flush(),
+            Carrier::Guest(port) => port.flush(),
+        }
+    }
+
+    /// Largest datagram that the way takes.
+    pub(super) fn datagram_max(&self) -> usize {
+        match self {
+            Carrier::Socket(_) => 65_507,
+            Carrier::Guest(port) => {
+                let headers = headers_to(port.address) - super::udp_frame::ETHERNET;
+                port.datagrams.mtu().saturating_sub(headers)
+            }
+        }
+    }
+
+    /// Bytes of packets that may wait to be received.
+    pub(super) fn receive_room(&self) -> usize {
+        match self {
+            Carrier::Socket(socket) => socket.receive_room(),
+            Carrier::Guest(port) => port.datagrams.room() / 4,
+        }
+    }
+
+    pub(super) fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Carrier::Socket(socket) => socket.as_fd(),
+            Carrier::Guest(port) => port.datagrams.as_fd(),
+        }
+    }
+}
