@@ -7,6 +7,7 @@ mod landing;
 mod migration;
 mod optimistic;
 mod sockets;
+mod succession;
 
 use std::io;
 use std::os::fd::AsRawFd;
