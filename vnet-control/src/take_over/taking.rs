@@ -10,7 +10,7 @@ use crate::events::Asker;
 use crate::open_close::Patience;
 use crate::overlay::Computed;
 use crate::table::{Place, Problem};
-use vnet::inherit::{Inheritance, KERNEL_LOCK, KERNEL_MOUNT, WIRE};
+use vnet::inherit::Inheritance;
 use vnet::interface::Interface;
 use vnet::route::{PortKind, Sighting};
 use vnet::stats::PortStats;
@@ -59,16 +59,13 @@ impl Engine {
         last: impl FnOnce() -> Result<Last, String> + Send + 'static,
     ) -> Result<Engine, EngineError> {
         let Taking { desired, positions, inheritance } = taking;
-        let mut engine = Engine::idle(&desired, Some(inheritance.clone()))?;
+        let mut engine = Engine::idle(&desired, Some(inheritance))?;
         engine.positions = positions;
         let computed = last_known(&engine, &desired);
         engine.join_early(&desired, computed);
         engine.plan(&desired)?;
-        if (inheritance.has(KERNEL_LOCK) || inheritance.has(KERNEL_MOUNT))
-            && let Err(why) = engine.core.kernel()
-        {
-            return Err(wrong(format!("cannot take over the kernel path: {why}")));
-        }
+        let kernel = engine.core.inherit_kernel();
+        kernel.map_err(|why| wrong(format!("cannot take over the kernel path: {why}")))?;
         engine.eve = Some(Box::new(move || last().map_err(wrong)));
         let plan = engine.on_behalf(Asker::Part("the running vnetd"), |engine| {
             engine.change(desired, Patience::Awaited)
@@ -84,9 +81,8 @@ impl Engine {
     /// Has the running vnetd stand still, if there is one to take over from.
     pub(crate) fn await_last(&mut self) -> Result<(), EngineError> {
         let Some(eve) = self.eve.take() else { return Ok(()) };
-        // The first setup takes the wire, if a link uses it.
         let left = self.core.inheritance().map(|inheritance| inheritance.left()).unwrap_or_default();
-        if let Some(name) = left.iter().find(|name| *name != WIRE) {
+        if let Some(name) = left.first() {
             return Err(wrong(format!(
                 "the running vnetd hands over {name}, which this version does not use"
             )));

@@ -214,6 +214,19 @@ impl Core {
         self.shared.kernel_part().inheritance.as_ref()
     }
 
+    /// Opens the kernel's own path of a running vnetd, if it hands it over. Call it before the first setup.
+    ///
+    /// # Errors
+    /// The reason why it cannot be taken over, in one line.
+    pub fn inherit_kernel(&self) -> Result<(), String> {
+        let Some(inheritance) = self.inheritance() else { return Ok(()) };
+        if !inheritance.has(inherit::KERNEL_LOCK) && !inheritance.has(inherit::KERNEL_MOUNT) {
+            return Ok(());
+        }
+        let path = self.shared.kernel_path_or_open().as_ref().map_err(String::clone)?;
+        path.inherit_wire(&self.courier, &self.bridge_stats)
+    }
+
     /// The running vnetd has ended: everything that it has handed over is this process's own.
     pub fn own(&self) {
         self.inheritance().into_iter().for_each(|inheritance| inheritance.settle());
@@ -278,9 +291,11 @@ impl Core {
             parts.feeders.push((PortId::NONE, wire));
         }
         let setup = Setup::new(parts);
+        tracing::debug!("a setup is made");
         // Before any frame leaves on a new link: senders need the link's route.
         self.prober.set_links(setup.peers.links());
         self.streams.set_links(setup.peers.links());
+        tracing::debug!("the routes of its links are known");
         self.adopt(setup);
     }
 
@@ -301,6 +316,7 @@ impl Core {
             path.publish(&setup);
         }
         let before = self.shared.publish(setup.clone());
+        tracing::debug!("all dispatchers have adopted it");
         if let Some(path) = path {
             path.settle();
         }

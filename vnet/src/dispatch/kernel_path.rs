@@ -29,6 +29,7 @@ use super::tunnels::Tunnels;
 use super::wire_path::WirePath;
 use crate::frame::{NetworkId, PortId};
 use crate::inherit::{Inheritance, WIRE};
+use crate::interface::tap::TapError;
 use crate::interface::wire::Wire;
 use crate::interface::{Interface, KernelDevice, LeadsTo, veth, wire};
 use crate::kernel::{Destination, Kernel, Known, Sender, Target, Terms, now_ns};
@@ -250,25 +251,39 @@ impl KernelPath {
         {
             return None;
         }
-        let hosts = (self.outlive, self.tunnels.clone());
-        let wire = match &self.inheritance {
-            Some(inheritance) if inheritance.has(WIRE) => Wire::inherit(WIRE_PORT, inheritance),
-            _ => Wire::open(WIRE_PORT),
-        };
-        let opened = wire
-            .map_err(|error| error.to_string())
-            .and_then(|wire| WirePath::open(self.kernel(), wire, courier.clone(), strangers.clone(), hosts));
-        match opened {
-            Ok(wire) => {
-                self.wire.store(Some(wire.clone()));
-                Some(wire)
-            }
+        match self.open_wire(Wire::open(WIRE_PORT), courier, strangers) {
+            Ok(wire) => Some(wire),
             Err(error) => {
                 tracing::info!("no wire, vnetd forwards all frames to other hosts itself: {error}");
                 *failed = Some((Instant::now(), error));
                 None
             }
         }
+    }
+
+    /// Opens the wire of the running vnetd, if it hands it over: attaching programs takes longer than frames should wait.
+    ///
+    /// # Errors
+    /// The reason why it cannot be taken over.
+    pub(super) fn inherit_wire(&self, courier: &Courier, strangers: &Arc<PortStats>) -> Result<(), String> {
+        match &self.inheritance {
+            Some(inheritance) if inheritance.has(WIRE) => {
+                self.open_wire(Wire::inherit(WIRE_PORT, inheritance), courier, strangers).map(drop)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn open_wire(
+        &self,
+        wire: Result<Wire, TapError>,
+        courier: &Courier,
+        strangers: &Arc<PortStats>,
+    ) -> Result<Arc<WirePath>, String> {
+        let (wire, hosts) = (wire.map_err(|error| error.to_string())?, (self.outlive, self.tunnels.clone()));
+        let wire = WirePath::open(self.kernel(), wire, courier.clone(), strangers.clone(), hosts)?;
+        self.wire.store(Some(wire.clone()));
+        Ok(wire)
     }
 
     /// Checks that the kernel sends known flows of `link` by itself.

@@ -197,6 +197,7 @@ fn give(engine: &Engine, heir: &Heir, listener: &Listener, own: &Own) -> Result<
     let Some(still) = engine.stand_still() else {
         return Err(refuse(channel, "a dispatcher does not stop; see the load of this host".into()));
     };
+    tracing::debug!("all stands still after {} us", began.elapsed().as_micros());
     let done = last_step(channel, engine);
     if let Err(error) = done {
         heir.end();
@@ -252,7 +253,9 @@ fn prepare(channel: &Channel, given: &Given<'_>, own: &Own) -> Result<(), Channe
 
 /// Passes the last state, and waits until frames flow again.
 fn last_step(channel: &Channel, engine: &Engine) -> Result<(), ChannelError> {
+    let began = Instant::now();
     channel.send(&Message::Last { last: Box::new(engine.last()) }, &[])?;
+    tracing::debug!("the last state is sent after {} us", began.elapsed().as_micros());
     match channel.receive(RUNNING_WITHIN)?.0 {
         Message::Running => Ok(()),
         _ => Err(ChannelError::Unexpected),

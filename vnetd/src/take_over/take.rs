@@ -90,7 +90,10 @@ impl Taker {
             let failed = |error: ChannelError| format!("cannot take over: {error}");
             channel.send(&Message::Prepared, &[]).map_err(failed)?;
             match channel.receive(LAST_WITHIN).map_err(failed)?.0 {
-                Message::Last { last } => Ok(*last),
+                Message::Last { last } => {
+                    tracing::debug!("the last state is here");
+                    Ok(*last)
+                }
                 _ => Err(failed(ChannelError::Unexpected)),
             }
         };
@@ -105,6 +108,7 @@ impl Taker {
     /// Tells the running vnetd that frames flow here, and waits for its end: then everything belongs to `engine`.
     pub fn finish(self, engine: &mut Engine) {
         let began = Instant::now();
+        tracing::debug!("the first setup is published");
         // If it has died, everything belongs to this process all the same.
         let _ = self.channel.send(&Message::Running, &[]);
         while !self.channel.until_closed(END_WITHIN) {
