@@ -286,7 +286,7 @@ def test_a_take_over_that_is_refused_changes_nothing(hosts: list[Host]):
         said = refused(host, config="elsewhere.toml")
         assert "no vnetd answers" in said
         assert said.count("\n") == 1
-        machine = ["--kind", "vhost-user", "--socket", f"{host.directory}/vm.sock"]
+        machine = ["--kind", "vhost-user", "--socket", f"{host.directory}/vm.sock", "--mac", "52:54:00:00:00:77"]
         host.vnet("interface", "add", "vm", *machine, "--direct-port", "9555", "--direct-link", "peer")
         said = refused(host)
         assert "its own underlay port cannot be handed over" in said

@@ -22,6 +22,8 @@ mod giving;
 pub mod message;
 mod state;
 mod taking;
+#[cfg(test)]
+mod tests;
 
 pub use giving::Given;
 pub use state::{Estate, Last, Positions};

@@ -26,7 +26,7 @@ use crate::inherit::{self, Inheritance};
 use crate::kernel::{Counted, Kernel, Outlive, PinOptions};
 use crate::link::path::prober::Prober;
 use crate::link::{
-    Bridge, BridgeError, Courier, Link, PathWatch, ReassemblyBudget, Receiver, ZeroCopy, stream,
+    self, Bridge, BridgeError, Courier, Link, PathWatch, ReassemblyBudget, Receiver, ZeroCopy, stream,
 };
 use crate::route::{Learned, Table};
 use crate::stats::PortStats;
@@ -160,6 +160,10 @@ impl Core {
     /// Binds the bridge's sockets and starts the dispatchers with an empty setup.
     pub fn start(options: &CoreOptions) -> Result<Core, CoreError> {
         let count = options.threads.max(1);
+        if options.inheritance.is_some() {
+            // Before frames wait.
+            link::seed();
+        }
         options.isolation.apply_to_process()?;
         let bridge_stats = Arc::new(PortStats::default());
         let budget = Arc::new(ReassemblyBudget::new(ReassemblyBudget::HOST));

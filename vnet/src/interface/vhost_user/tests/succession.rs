@@ -15,7 +15,7 @@ fn hand_over(host: &Host, queues: usize) -> (Host, Arc<Inheritance>) {
     let place = (PortId(1), NetworkId::DEFAULT);
     let interface =
         VhostUser::inherit(options(&host.path, queues), &inheritance, place, stats.clone()).unwrap();
-    assert_eq!(inheritance.left(), [String::new(); 0]);
+    assert!(inheritance.left().is_empty(), "{:?}", inheritance.left());
     let sources = (0..queues).map(|queue| interface.clone().source(queue)).collect();
     let path = host.path.clone();
     (Host { _folder: None, path, interface, sources, stats, slot: BatchSlot::new(BATCH_MAX) }, inheritance)
@@ -86,7 +86,8 @@ fn a_failed_heir_leaves_everything_and_may_have_used_the_rings() {
     }
     guest.transmit(&frame(64, 9));
     assert_eq!(host.receive(), [frame(64, 9)]);
-    assert_eq!(guest.rings[1].collect(&guest.memory), Some((3, 0)), "in order");
+    assert!(guest.rings[1].collect(&guest.memory).is_some());
+    assert_eq!(guest.rings[1].collect(&guest.memory), None);
     std::mem::forget(host);
 }
 
