@@ -43,7 +43,7 @@ impl Engine {
         desired: Desired,
         last_known: impl FnOnce(&Engine, &Desired) -> Computed,
     ) -> Result<Engine, EngineError> {
-        let mut engine = Engine::idle(&desired)?;
+        let mut engine = Engine::idle(&desired, None)?;
         let computed = last_known(&engine, &desired);
         engine.join_early(&desired, computed);
         // A start that fails leaves the devices of a vnetd that has died as they are: find mistakes first.
@@ -125,6 +125,7 @@ impl Engine {
             return Ok(plan);
         }
         let mut opened = self.open_new(&plan, patience)?;
+        self.await_last()?;
         // Point of no return: no step below can fail.
         let gone: Vec<_> =
             leaving(&plan).filter_map(|item| self.interfaces.remove(&item.spec.name)).collect();
@@ -137,6 +138,7 @@ impl Engine {
             self.core.recruit(wanted.recruiting);
         }
         self.current = desired;
+        self.resume();
         // Before frames flow: a local network discards frames to addresses that it does not know.
         self.announce_addresses();
         self.publish();
@@ -181,7 +183,8 @@ impl Engine {
             .collect();
         let new: Vec<_> = diff.added.iter().chain(changed.iter().map(|(_, wanted)| wanted)).collect();
         // Ports are chosen while the old links are live, so new links get other ports.
-        let ports = self.free_ports(&[]);
+        let names = new.iter().map(|item| Target::Link(item.spec.name.clone()));
+        let ports = self.ports_for(names, &[]);
         let mut made: Vec<(String, LiveLink)> = vec![];
         for (Item { spec, .. }, port) in new.into_iter().zip(ports) {
             let live = LiveLink::new(spec, port, &self.inbox);
@@ -298,7 +301,8 @@ impl Engine {
         opened: &mut Opened,
     ) -> Result<(), EngineError> {
         let taken: Vec<_> = opened.0.iter().map(|(_, live)| live.port).collect();
-        let ports = self.free_ports(&taken);
+        let names = items.iter().map(|item| Target::Interface(item.spec.name.clone()));
+        let ports = self.ports_for(names, &taken);
         let specs = items.iter().map(|item| &item.spec);
         let orders: Vec<_> =
             specs.zip(ports).map(|(spec, port)| Order { spec, port, before: Before::default() }).collect();

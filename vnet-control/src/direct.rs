@@ -70,6 +70,11 @@ pub(super) struct DirectPorts {
 }
 
 impl DirectPorts {
+    /// True if an interface has a port.
+    pub fn has(&self, interface: &str) -> bool {
+        self.ports.keys().any(|(name, _)| name == interface)
+    }
+
     /// Opens and closes ports as `desired` wants, and has links announce them. Returns the sources of their frames.
     pub fn follow(&mut self, around: Around<'_>, desired: &Desired) -> Vec<(PortId, Arc<dyn Feeder>)> {
         let mut before = std::mem::take(self);

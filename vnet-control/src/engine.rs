@@ -20,12 +20,14 @@ use super::open_close::{LiveInterface, LiveLink, close_all};
 use super::overlay::Computed;
 use super::plan;
 use super::table::Problem;
+use super::take_over::{Last, Positions};
 use parking_lot::Mutex;
 use vnet::dispatch::core::{Core, CoreError, CoreOptions};
 use vnet::dispatch::observers::Observers;
 use vnet::dispatch::setup::{Feeder, InterfacePort, LinkPort, Parts};
 use vnet::dispatch::timeline::Timeline;
 use vnet::frame::{NetworkId, PortId};
+use vnet::inherit::Inheritance;
 use vnet::interface::change_events::Bell;
 use vnet::interface::sideband::Sideband;
 use vnet::kernel::{Outlive, PinOptions};
@@ -181,11 +183,23 @@ pub struct Engine {
     pub(super) witness: Witness,
     /// Wakes the thread that calls [`Engine::tend`].
     pub(super) bell: Option<Bell>,
+    /// Where a running vnetd has its objects, until this one goes on in its place.
+    pub(super) positions: Positions,
+    /// Has the running vnetd stand still, and gets its last state.
+    pub(super) eve: Option<Eve>,
+    /// The last state, until interfaces and links go on with it.
+    pub(super) last: Option<Last>,
 }
 
+/// Called once, when all is open that a running vnetd hands over.
+pub(super) type Eve = Box<dyn FnOnce() -> Result<Last, EngineError> + Send>;
+
 impl Engine {
-    /// Starts a core without interfaces, links and routes.
-    pub(super) fn idle(desired: &Desired) -> Result<Engine, EngineError> {
+    /// Starts a core without interfaces, links and routes, with what a running vnetd hands over.
+    pub(super) fn idle(
+        desired: &Desired,
+        inheritance: Option<Arc<Inheritance>>,
+    ) -> Result<Engine, EngineError> {
         let DispatchSpec {
             threads,
             recruiting,
@@ -218,6 +232,7 @@ impl Engine {
             isolation,
             kernel_path: kernel_path == KernelPath::Auto,
             outlive,
+            inheritance,
         })
         .map_err(|error| core_error(desired, error))?;
         let keeper = keeper(desired, &core)?;
@@ -243,6 +258,9 @@ impl Engine {
             indices: Indices::default(),
             witness: Witness::default(),
             bell: None,
+            positions: Positions::default(),
+            eve: None,
+            last: None,
         })
     }
 
@@ -312,6 +330,25 @@ impl Engine {
         let links = self.links.values().map(|live| live.port);
         let used: HashSet<_> = interfaces.chain(links).chain(taken.iter().copied()).collect();
         (0..PortId::NONE.0).map(PortId).filter(move |port| !used.contains(port))
+    }
+
+    /// A port for each of `targets`, which exist in neither `taken` nor the engine: those that a running vnetd has given them, else free ones.
+    pub(super) fn ports_for<'a>(
+        &self,
+        targets: impl Iterator<Item = Target> + 'a,
+        taken: &[PortId],
+    ) -> Vec<PortId> {
+        let Positions { interfaces, links, .. } = &self.positions;
+        let reserved: HashSet<_> = interfaces.values().chain(links.values()).copied().collect();
+        let mut free = self.free_ports(taken).filter(|port| !reserved.contains(port));
+        let port = |target: Target| {
+            let before = match &target {
+                Target::Interface(name) => interfaces.get(name),
+                Target::Link(name) => links.get(name),
+            };
+            before.copied().or_else(|| free.next())
+        };
+        targets.map_while(port).collect()
     }
 
     /// The core's setup for `desired`, limited to objects that have a port.

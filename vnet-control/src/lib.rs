@@ -6,11 +6,13 @@
 //! removed objects. There is no other way to change anything, so a command and an edited file cannot differ in what they allow.
 //! Links and stations computed from the records of other hosts in a store ([`overlay`]) are merged into the desired state
 //! (`overlay_join`) and applied in the same way. Interfaces that cannot be opened, or lose their device, are retried (`reopen`).
+//! [`take_over`]: a new vnetd takes the place of a running one under traffic.
 
 mod absence;
 mod answers;
 pub mod api;
 mod apply;
+mod attach;
 mod capture;
 mod check;
 pub mod config;
@@ -23,6 +25,7 @@ pub mod engine;
 pub mod events;
 pub mod follow;
 mod indices;
+mod inherited;
 pub mod language;
 mod notes;
 mod observers;
@@ -35,6 +38,7 @@ pub mod sealing;
 pub mod settings;
 pub mod station;
 mod table;
+pub mod take_over;
 mod timeline;
 mod trace;
 pub mod traffic;

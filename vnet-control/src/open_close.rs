@@ -6,20 +6,23 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use super::absence::Absence;
+use super::attach::{adopt_flows, attach, without_kernel};
 use super::desired::*;
+use super::inherited;
 use vnet::dispatch::core::Core;
 use vnet::dispatch::in_place::UnderlayPort;
 use vnet::dispatch::mode::Drive;
 use vnet::frame::{self, PortId};
+use vnet::inherit::Inheritance;
 use vnet::interface::local::{Local, LocalError, LocalOptions};
-use vnet::interface::pair::{PairKind, VethOptions};
+use vnet::interface::pair::VethOptions;
 use vnet::interface::sideband::{Sideband, WithSideband};
 use vnet::interface::stand_in::Absent;
 use vnet::interface::tap::{Netns, Process, Tap, TapError, TapOptions};
 use vnet::interface::veth::{self, Veth, VethError};
-use vnet::interface::vhost_user::{VhostUser, VhostUserError, VhostUserOptions};
-use vnet::interface::{Interface, KernelDevice, State};
-use vnet::kernel::{Attached, GuestDevice, Kernel, KernelError};
+use vnet::interface::vhost_user::{VhostUser, VhostUserError};
+use vnet::interface::{Interface, State};
+use vnet::kernel::{Attached, Kernel};
 use vnet::link::inquiry::Inbox;
 use vnet::link::{BridgeError, Link, LinkOptions, Security};
 use vnet::stats::PortStats;
@@ -266,46 +269,15 @@ fn open(order: &Order<'_>, core: &Core) -> Result<LiveInterface, NotOpen> {
     let netns = spec.attachment.netns();
     let process = before.process.clone().or_else(|| netns.and_then(Netns::process));
     check_process(netns, process.as_ref())?;
-    let (mut direct, mut sideband) = (None, None);
-    let (mac, mtu, queues) = (spec.mac, spec.mtu as usize, spec.queues as usize);
     let origin = frame::Origin { port, network: spec.network };
-    let mut kernel =
-        Err(format!("only kinds veth and local have it, this is kind {}", spec.attachment.kind()));
-    let interface: Arc<dyn Interface> = match &spec.attachment {
-        Attachment::VhostUser { socket, server, front_end, direct: own } => {
-            if let Some(DirectSpec { port, .. }) = own {
-                let address = SocketAddr::new(core.bridge_address().ip(), *port);
-                direct = Some(UnderlayPort::bind(address, true)?);
-            }
-            let (socket, server, name) = (socket.clone(), *server, spec.name.clone());
-            let (access, peer) = (front_end.access()?, front_end.peer()?);
-            let memory_max = front_end.memory_max();
-            let options =
-                VhostUserOptions { name, socket, server, mac, mtu, queues, access, peer, memory_max };
-            let guest = VhostUser::start(options, port, spec.network, stats.clone())?;
-            let side = Sideband::new(guest, origin, mtu, stats.clone()).map_err(|error| NotOpen {
-                error: format!("cannot open the sideband of interface {}: {error}", spec.name),
-                waits_for: None,
-            })?;
-            sideband = Some(side.clone());
-            Arc::new(WithSideband(side))
-        }
-        Attachment::Tap { .. } => open_tap(order, origin, &stats)?,
-        Attachment::Veth { .. } => match open_veth(order, (origin, &stats), core)? {
-            Ok((attached, veth)) => {
-                kernel = Ok(attached);
-                veth
-            }
-            Err(why) => {
-                kernel = Err(why);
-                open_tap(order, origin, &stats)?
-            }
-        },
-        Attachment::Local { .. } => {
-            let local;
-            (kernel, local) = open_local(order, (origin, &stats), core)?;
-            local
-        }
+    let handed = core.inheritance().filter(|inheritance| !inheritance.is_settled());
+    let (direct, (kernel, interface)) = match handed {
+        Some(inheritance) => (None, inherit(spec, (origin, &stats), core, inheritance)?),
+        None => open_anew(order, (origin, &stats), core)?,
+    };
+    let (interface, sideband) = match &spec.attachment {
+        Attachment::VhostUser { .. } => with_sideband(interface, spec, (origin, &stats))?,
+        _ => (interface, None),
     };
     if let Some(guest) = interface.coalesce() {
         guest.set_interrupts(spec.driving.interrupts);
@@ -315,7 +287,7 @@ fn open(order: &Order<'_>, core: &Core) -> Result<LiveInterface, NotOpen> {
         interface.stop();
         return Err(exited);
     }
-    let drive = drive(spec, queues);
+    let drive = drive(spec, spec.queues as usize);
     let (mac, mtu) = (interface.device().and_then(|device| device.mac()), spec.mtu);
     let (absent, logged) = (None, Logged::default());
     Ok(LiveInterface {
@@ -332,6 +304,70 @@ fn open(order: &Order<'_>, core: &Core) -> Result<LiveInterface, NotOpen> {
         logged,
         mtu,
     })
+}
+
+/// An open interface, with its programs or the reason why it has none.
+type Open = (Result<Attached, String>, Arc<dyn Interface>);
+
+/// Opens an interface, and its own underlay port if it has one.
+fn open_anew(
+    order: &Order<'_>,
+    (origin, stats): (frame::Origin, &Arc<PortStats>),
+    core: &Core,
+) -> Result<(Option<Arc<UnderlayPort>>, Open), NotOpen> {
+    let spec = order.spec;
+    let mut direct = None;
+    let open = match &spec.attachment {
+        Attachment::VhostUser { direct: own, .. } => {
+            if let Some(DirectSpec { port, .. }) = own {
+                let address = SocketAddr::new(core.bridge_address().ip(), *port);
+                direct = Some(UnderlayPort::bind(address, true)?);
+            }
+            let options = inherited::guest_options(spec)?;
+            let guest = VhostUser::start(options, origin.port, spec.network, stats.clone())?;
+            (Err(without_kernel(spec)), guest as Arc<dyn Interface>)
+        }
+        Attachment::Tap { .. } => (Err(without_kernel(spec)), open_tap(order, origin, stats)?),
+        Attachment::Veth { .. } => match open_veth(order, (origin, stats), core)? {
+            Ok((attached, veth)) => (Ok(attached), veth as Arc<dyn Interface>),
+            Err(why) => (Err(why), open_tap(order, origin, stats)?),
+        },
+        Attachment::Local { .. } => {
+            let (kernel, local) = open_local(order, (origin, stats), core)?;
+            (kernel, local as Arc<dyn Interface>)
+        }
+    };
+    Ok((direct, open))
+}
+
+/// A virtual machine's interface, and how engines of this process talk to its guest.
+fn with_sideband(
+    guest: Arc<dyn Interface>,
+    spec: &InterfaceSpec,
+    (origin, stats): (frame::Origin, &Arc<PortStats>),
+) -> Result<(Arc<dyn Interface>, Option<Arc<Sideband>>), NotOpen> {
+    let side = Sideband::new(guest, origin, spec.mtu as usize, stats.clone()).map_err(|error| NotOpen {
+        error: format!("cannot open the sideband of interface {}: {error}", spec.name),
+        waits_for: None,
+    })?;
+    Ok((Arc::new(WithSideband(side.clone())), Some(side)))
+}
+
+/// Takes an interface of a running vnetd. One that it has not opened is down until it has ended.
+fn inherit(
+    spec: &InterfaceSpec,
+    origin: (frame::Origin, &Arc<PortStats>),
+    core: &Core,
+    inheritance: &Arc<Inheritance>,
+) -> Result<Open, NotOpen> {
+    match inherited::take(spec, origin, core, inheritance) {
+        Ok(Some(taken)) => Ok(taken),
+        Ok(None) => {
+            let error = "it was down in the vnetd before".to_owned();
+            Err(NotOpen { waits_for: Some(error.clone()), error })
+        }
+        Err(error) => Err(NotOpen { error, waits_for: None }),
+    }
 }
 
 /// The drive of an interface with `queues` queues.
@@ -411,24 +447,6 @@ fn programs_for_local<'a>(spec: &InterfaceSpec, core: &'a Core) -> Result<&'a Ar
         return Err("its device is in another network namespace than vnetd".into());
     }
     Ok(core.kernel()?)
-}
-
-/// Has an interface accept the answers to flows that the kernel has forwarded for a vnetd that has died.
-fn adopt_flows(kernel: &Kernel, interface: &dyn Interface) {
-    let device = interface.kernel_device().map(|device| device.host.1);
-    let sources = device.map(|device| kernel.flows().adopted_sources(device));
-    sources.into_iter().flatten().for_each(|src| interface.forwarded_from(src));
-}
-
-/// Attaches programs to an interface's device; the error is the reason why there is no kernel path.
-fn attach(
-    interface: &dyn Interface,
-    programs: impl FnOnce(&GuestDevice) -> Result<Attached, KernelError>,
-) -> Result<Attached, String> {
-    let KernelDevice { host, tap, mac, pair, .. } = interface.kernel_device().ok_or("it has no device")?;
-    let netkit = *pair == Some(PairKind::Netkit);
-    let device = GuestDevice { host: host.clone(), tap: tap.clone(), mac: *mac, netkit };
-    programs(&device).map_err(|error| error.to_string())
 }
 
 /// Opens a veth with the kernel's programs attached. The inner error is the reason why there is no kernel path; the caller then

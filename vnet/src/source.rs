@@ -74,6 +74,16 @@ pub trait Source: Send {
         false
     }
 
+    /// True while the source has taken a part of a frame, or frames of a burst that it has not passed on.
+    fn is_unfinished(&self) -> bool {
+        false
+    }
+
+    /// True while the kernel still reads memory of the guest (see [`Hold`](crate::frame::Hold)).
+    fn is_held(&self) -> bool {
+        false
+    }
+
     /// Returns frames to the guest whose memory was held (see [`Hold`](crate::frame::Hold)) and has been released since.
     fn reclaim(&mut self) {}
 

@@ -10,6 +10,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use nix::sys::socket::{getsockopt, sockopt};
@@ -18,6 +19,8 @@ use rustix::fs::{AtFlags, FileType, FlockOperation, Mode, OFlags, chownat, fchmo
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 use rustix::process::{Gid, Uid};
+
+use crate::inherit::Inheritance;
 
 /// How long `bind` waits for the lock.
 const LOCK_TIME_MAX: Duration = Duration::from_secs(2);
@@ -118,6 +121,8 @@ pub struct Listener {
     path: PathBuf,
     /// Device and inode of the socket file, so that the listener removes only its own file; `None` once it is removed.
     identity: Mutex<Option<(u64, u64)>>,
+    /// Where the socket comes from, if a running vnetd has handed it over.
+    inheritance: Option<Arc<Inheritance>>,
 }
 
 impl Listener {
@@ -146,11 +151,18 @@ impl Listener {
         };
         let socket = result().map_err(|e| failed(e.into()))?;
         let identity = Mutex::new(identity(path));
-        let listener = Listener { socket: socket.into(), path: path.to_owned(), identity };
+        let listener = Listener { socket: socket.into(), path: path.to_owned(), identity, inheritance: None };
         // No client can connect before this returns: the socket does not listen yet.
         listener.admit(access)?;
         rustix::net::listen(&listener.socket, BACKLOG).map_err(|e| failed(e.into()))?;
         Ok(listener)
+    }
+
+    /// The listening socket of a running vnetd. It stays open, and its file stays, until `inheritance` is settled.
+    pub fn inherit(path: &Path, socket: OwnedFd, inheritance: Arc<Inheritance>) -> Listener {
+        let identity = Mutex::new(identity(path));
+        let inheritance = Some(inheritance);
+        Listener { socket: socket.into(), path: path.to_owned(), identity, inheritance }
     }
 
     /// Sets permissions, owner and group of the socket file.
@@ -190,6 +202,9 @@ impl Listener {
 
     /// Refuses further connections and removes the file, even while others hold references to this listener.
     pub fn close(&self) {
+        if self.inheritance.as_ref().is_some_and(|inheritance| !inheritance.is_settled()) {
+            return;
+        }
         // Fails only if the socket is already shut down.
         let _ = rustix::net::shutdown(&self.socket, Shutdown::Both);
         // Removes only this listener's file: another process may have replaced it.

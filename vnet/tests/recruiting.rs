@@ -203,3 +203,34 @@ fn until(what: &str, done: impl Fn() -> bool, now: impl Fn() -> String) {
         std::thread::sleep(Duration::from_millis(10));
     }
 }
+
+#[test]
+fn nothing_moves_while_all_threads_stand_still_and_everything_goes_on() {
+    const TIMES: usize = 100;
+    let recruiting = Recruiting { threads_min: Some(1), load_high: 2, load_low: 1, spare_cpu: 0 };
+    let options = CoreOptions { threads: COUNT, recruiting, ..yielding(Strategy::Adaptive) };
+    let (hosts, flows) = hosts(options.clone(), options);
+    let (stop, sent) = (AtomicBool::new(false), AtomicU64::new(0));
+    let moved =
+        |host: &Host| -> u64 { host.core.dispatcher_stats().iter().map(|stats| stats.frames()).sum() };
+    std::thread::scope(|scope| {
+        for flow in &flows {
+            scope.spawn(|| flow.run(&stop, &sent, Duration::ZERO));
+        }
+        for turn in 0..TIMES {
+            let (before, host) = (sent.load(Relaxed), &hosts[turn % 2]);
+            let still = host.core.stand_still().expect("all threads stop in time");
+            let frames = moved(host);
+            assert_eq!(host.imbalance(), 0, "every frame that was taken has been forwarded");
+            std::thread::sleep(Duration::from_millis(5));
+            assert_eq!((moved(host), host.imbalance()), (frames, 0));
+            drop(still);
+            wait_for("traffic", || sent.load(Relaxed) > before, String::new);
+        }
+        stop.store(true, Relaxed);
+    });
+    for host in &hosts {
+        host.assert_balanced();
+        host.publish();
+    }
+}

@@ -141,6 +141,8 @@ fn allow_list(otherwise: SeccompAction) -> Result<BpfProgram, BackendError> {
         libc::SYS_socket,
         FAMILIES.iter().map(|family| equal(0, *family as u64)).collect::<Result<_, _>>()?,
     );
+    // A new vnetd that has failed to take over is killed.
+    rules.insert(libc::SYS_pidfd_send_signal, vec![equal(1, libc::SIGKILL as u64)?]);
     rules.insert(libc::SYS_clone, vec![bits(0, NEW_NAMESPACES, 0)?]);
     // Network namespaces of containers, and one for each of the kernel's VXLAN devices.
     rules.insert(libc::SYS_unshare, vec![equal(0, libc::CLONE_NEWNET as u64)?]);

@@ -24,6 +24,7 @@ mod script;
 mod sealing;
 mod serve;
 mod shared;
+mod take_over;
 mod timeline;
 mod tls;
 mod watchdog;
@@ -44,8 +45,9 @@ use tracing_subscriber::util::SubscriberInitExt;
 use vnet::unix::Listener;
 use vnet_control::config::{self, Configuration};
 use vnet_control::desired::{CONTROL_SOCKET, Desired, Item};
-use vnet_control::engine::Engine;
+use vnet_control::engine::{Engine, EngineError};
 use vnet_control::events::Asker;
+use vnet_control::overlay::Computed;
 
 use crate::events::Hub;
 use crate::follow::Followers;
@@ -53,6 +55,8 @@ use crate::handlers::App;
 use crate::rdma_engine::RdmaEngine;
 use crate::remote::Remote;
 use crate::shared::Shared;
+use crate::take_over::take::Taker;
+use crate::take_over::{CONTROL, give};
 
 /// Mode of the control socket: only root and vnetd's own user may connect.
 const CONTROL_SOCKET_MODE: u32 = 0o600;
@@ -68,6 +72,11 @@ struct Args {
     /// Check the configuration file and the certificates and keys that it names, and exit: nothing is changed
     #[arg(long)]
     check: bool,
+
+    /// Take the place of the running vnetd of this host, under traffic: it hands over interfaces, sockets and state, and ends.
+    /// If anything is wrong, it goes on. Upgrades vnetd without a lost frame
+    #[arg(long, conflicts_with = "check")]
+    take_over: bool,
 
     /// Print the manual page, for packages
     #[arg(long, hide = true)]
@@ -94,6 +103,10 @@ Signals:
                     [overlay], and [bridge] except trusted, need a restart
   SIGTERM, SIGINT   stop: guests see their links go down, sockets and TAP devices are removed
 
+Upgrade:
+  --take-over connects to the running vnetd at its control socket with '.take-over' appended. That one
+  hands over everything and ends; if a step fails, it goes on, and both say why
+
 Files:
   /etc/vnet/vnet.toml   the configuration, TOML; an example is packaging/vnet.toml
   /run/vnet/vnet.sock   the control socket (HTTP/JSON), for root and vnetd's own user, unless
@@ -113,6 +126,7 @@ Exit status:
 Examples:
   vnetd --check --config vnet.toml      check a file without applying it
   vnetd --config vnet.toml --log debug  run in the foreground with debug messages
+  vnetd --take-over --config vnet.toml  take the place of the running vnetd, without a lost frame
   systemctl reload vnetd                send SIGHUP";
 
 /// Makes a panic in any thread abort the process. systemd restarts a dead daemon and guests hardly notice; a daemon in which one
@@ -139,7 +153,7 @@ fn main() -> ExitCode {
     let result = match &args {
         Args { man: true, .. } => man(),
         Args { check: true, config, .. } => check(config),
-        Args { config, .. } => run(config),
+        Args { config, take_over, .. } => run(config, *take_over),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -190,6 +204,11 @@ impl Folder {
         })?;
         Ok(Folder(Some(folder.into())))
     }
+
+    /// The directory that a running vnetd has made.
+    fn inherit(socket: &Path) -> Folder {
+        Folder(socket.parent().map(Path::to_owned))
+    }
 }
 
 impl Drop for Folder {
@@ -207,22 +226,82 @@ fn allow_files() {
     }
 }
 
-fn run(file: &Path) -> Result<(), Failure> {
+/// What vnetd begins with: opened anew, or handed over by a running vnetd.
+struct Beginning {
+    desired: Desired,
+    folder: Folder,
+    socket: Listener,
+    remote: Remote,
+    /// The socket for take-overs. vnetd runs without it where it cannot be opened.
+    take_over: Option<Listener>,
+    taker: Option<Taker>,
+}
+
+impl Beginning {
+    /// Binds the control sockets, or takes those of the vnetd that `taker` takes over.
+    fn new(desired: Desired, taker: Option<Taker>) -> Result<Beginning, String> {
+        let desired = taker.as_ref().map_or(desired, |taker| taker.desired.clone());
+        let Item { place, spec: control } = &desired.control;
+        let at = |error: &dyn std::fmt::Display| format!("{place}{error}");
+        let inheritance = taker.as_ref().map(|taker| &taker.inheritance);
+        let mut folder = Folder::of(&control.socket).map_err(|error| at(&error))?;
+        if taker.as_ref().is_some_and(|taker| taker.process.owns_folder) {
+            folder = Folder::inherit(&control.socket);
+        }
+        let handed = inheritance.and_then(|inheritance| Some((inheritance.take_one(CONTROL)?, inheritance)));
+        let socket = match handed {
+            Some((socket, inheritance)) => Listener::inherit(&control.socket, socket, inheritance.clone()),
+            None => Listener::bind(&control.socket, CONTROL_SOCKET_MODE).map_err(|error| at(&error))?,
+        };
+        let remote = Remote::open(&control.access, inheritance.map(|inheritance| &**inheritance));
+        let remote = remote.map_err(|error| at(&error))?;
+        let take_over = give::listen(&control.socket, inheritance);
+        let take_over = take_over
+            .inspect_err(|error| tracing::warn!("no other vnetd can take over from this one: {error}"))
+            .ok();
+        Ok(Beginning { desired, folder, socket, remote, take_over, taker })
+    }
+
+    /// Starts the engine. Returns once frames flow, and a vnetd that was taken over has ended.
+    fn engine(
+        desired: Desired,
+        taker: Option<Taker>,
+        last_known: impl FnOnce(&Engine, &Desired) -> Computed,
+    ) -> Result<Engine, EngineError> {
+        let Some(mut taker) = taker else { return Engine::start_in(desired, last_known) };
+        let mut engine = taker.engine(last_known)?;
+        taker.finish(&mut engine);
+        Ok(engine)
+    }
+}
+
+/// Connects to the running vnetd, once the configuration file and the files that it names have been found good.
+fn connect(configuration: &Configuration) -> Result<Taker, Failure> {
+    config::check_files(configuration.clone())?;
+    let taker = Taker::connect(&configuration.desired.control.spec.socket)?;
+    taker.join_service();
+    if taker.desired != configuration.desired {
+        tracing::info!(
+            "the running vnetd's settings differ from the file and stay; reload (SIGHUP) to apply the file"
+        );
+    }
+    Ok(taker)
+}
+
+fn run(file: &Path, take_over: bool) -> Result<(), Failure> {
     confine::begin();
     allow_files();
-    let Configuration { desired, warnings } = config::load(file)?;
-    warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
+    let configuration = config::load(file)?;
+    configuration.warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
+    let taker = if take_over { Some(connect(&configuration)?) } else { None };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
         // Install the handlers first, so that a signal during startup is handled once vnetd is ready.
         let mut signals = Signals::new()?;
-        let Item { place, spec: control } = &desired.control;
-        let at = |error: &dyn std::fmt::Display| format!("{place}{error}");
-        let folder = Folder::of(&control.socket).map_err(|error| at(&error))?;
-        let socket = Listener::bind(&control.socket, CONTROL_SOCKET_MODE).map_err(|error| at(&error))?;
-        let remote = Remote::open(&control.access).map_err(|error| at(&error))?;
+        let beginning = Beginning::new(configuration.desired, taker)?;
+        let Beginning { desired, folder, socket, remote, take_over, taker } = beginning;
         let mut prepared = None;
-        let mut engine = Engine::start_in(desired, |engine, desired| {
+        let mut engine = Beginning::engine(desired, taker, |engine, desired| {
             let (overlay, computed) = overlay::prepare(engine, desired).unzip();
             prepared = overlay;
             computed.unwrap_or_default()
@@ -245,6 +324,7 @@ fn run(file: &Path) -> Result<(), Failure> {
             token: remote.token.clone(),
             rdma: rdma.clone(),
         };
+        let own = own_descriptors(&socket, &remote, &folder)?;
         let listener = tokio::net::UnixListener::from_std(socket.try_clone()?)?;
         let mut servers = tokio::task::JoinSet::new();
         servers.spawn(serve::unix(listener, handlers::router(app.clone())));
@@ -254,6 +334,7 @@ fn run(file: &Path) -> Result<(), Failure> {
         if let Some(period) = sd_notify::watchdog_enabled() {
             servers.spawn(watchdog::serve(period, pulse));
         }
+        let giver = take_over.map(|listener| give::start(listener, &shared, own)).transpose()?;
         println!("{ready}");
         notify(&[NotifyState::Ready, NotifyState::Status(&ready)]);
 
@@ -265,18 +346,34 @@ fn run(file: &Path) -> Result<(), Failure> {
         }
         // Taking the lock waits for requests in progress.
         let engine = shared.lock().take();
-        interfaces.stop();
-        meetings.stop();
-        guests.stop();
-        rdma.stop();
-        if let Some(engine) = engine {
-            engine.stop();
-        }
+        giver.into_iter().for_each(give::Running::stop);
+        stop(engine, interfaces, (meetings, guests), &rdma);
         drop(socket);
         drop(folder);
         tracing::info!("stopped");
         Ok(())
     })
+}
+
+/// Duplicates of the control part's descriptors, for the next vnetd.
+fn own_descriptors(socket: &Listener, remote: &Remote, folder: &Folder) -> std::io::Result<give::Own> {
+    let mut descriptors = remote.descriptors()?;
+    descriptors.push((CONTROL.into(), socket.try_clone()?.into()));
+    Ok(give::Own { descriptors, owns_folder: folder.0.is_some() })
+}
+
+/// Stops threads and engine.
+fn stop(
+    engine: Option<Engine>,
+    interfaces: interface_watch::Running,
+    (meetings, guests): (meetings::Running, guests::Running),
+    rdma: &RdmaEngine,
+) {
+    interfaces.stop();
+    meetings.stop();
+    guests.stop();
+    rdma.stop();
+    engine.into_iter().for_each(Engine::stop);
 }
 
 fn ready_line(engine: &Engine, remote: &Remote) -> String {

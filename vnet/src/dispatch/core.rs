@@ -5,10 +5,13 @@
 
 use std::io;
 use std::net::SocketAddr;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::crew::{Crew, CrewError, CrewOptions};
+use parking_lot::MutexGuard;
+
+use super::crew::{self, Crew, CrewError, CrewOptions};
 use super::dispatcher::Dispatcher;
 use super::dispatcher_stats::DispatcherStats;
 use super::isolation::{Isolation, IsolationError};
@@ -19,10 +22,11 @@ use super::setup::{InterfacePort, LinkPort, Parts, Setup};
 use super::shared::{KernelPart, Shared};
 use super::yielding::Strategy;
 use crate::frame::{BATCH_MAX, PortId};
-use crate::kernel::{Kernel, Outlive, PinOptions};
+use crate::inherit::{self, Inheritance};
+use crate::kernel::{Counted, Kernel, Outlive, PinOptions};
 use crate::link::path::prober::Prober;
 use crate::link::{
-    Bridge, BridgeError, Courier, Link, PathWatch, ReassemblyBudget, Receiver, ZeroCopy, stream,
+    self, Bridge, BridgeError, Courier, Link, PathWatch, ReassemblyBudget, Receiver, ZeroCopy, stream,
 };
 use crate::route::{Learned, Table};
 use crate::stats::PortStats;
@@ -61,6 +65,8 @@ pub struct CoreOptions {
     pub kernel_path: bool,
     /// How flows of the kernel's own path outlive this process.
     pub outlive: Outlive,
+    /// What a running vnetd hands over; `None`: everything is opened anew.
+    pub inheritance: Option<Arc<Inheritance>>,
 }
 
 impl Default for CoreOptions {
@@ -82,6 +88,7 @@ impl Default for CoreOptions {
             isolation: Isolation::default(),
             kernel_path: false,
             outlive: Outlive::default(),
+            inheritance: None,
         }
     }
 }
@@ -139,20 +146,38 @@ pub struct Core {
     streams: stream::Streams,
     courier: Courier,
     prober: Prober,
+    /// The bridge's sockets by name, for the next vnetd.
+    sockets: Vec<(String, Arc<dyn AsFd + Send + Sync>)>,
+}
+
+/// A core that stands still: no dispatcher takes a frame, and the kernel's own path changes no flow. Dropping it lets the core go on.
+pub struct Still<'a> {
+    _crew: crew::Still<'a>,
+    _kernel: Option<MutexGuard<'a, ()>>,
 }
 
 impl Core {
     /// Binds the bridge's sockets and starts the dispatchers with an empty setup.
     pub fn start(options: &CoreOptions) -> Result<Core, CoreError> {
         let count = options.threads.max(1);
+        if options.inheritance.is_some() {
+            // Before frames wait.
+            link::seed();
+        }
         options.isolation.apply_to_process()?;
         let bridge_stats = Arc::new(PortStats::default());
         let budget = Arc::new(ReassemblyBudget::new(ReassemblyBudget::HOST));
         let ports = options.ports.max(1);
-        let mut bridges = Bridge::bind_group(options.listen, ports, count, &bridge_stats, &budget)?;
+        let inheritance = options.inheritance.as_deref();
+        let listen = (options.listen, ports);
+        let mut bridges = match inheritance {
+            Some(inheritance) => Bridge::inherit_group(inheritance, listen, count, &bridge_stats, &budget)?,
+            None => Bridge::bind_group(options.listen, ports, count, &bridge_stats, &budget)?,
+        };
         if let Some(listen) = options.vxlan_listen {
-            Bridge::add_vxlan(&mut bridges, listen)?;
+            Bridge::add_vxlan(&mut bridges, listen, inheritance)?;
         }
+        let sockets = bridges.iter().enumerate().flat_map(|(id, bridge)| bridge.descriptors(id)).collect();
         bridges.iter_mut().for_each(|bridge| bridge.tx.set_zero_copy(options.zero_copy));
         let (bridge_address, courier) = (bridges[0].local_addr(), bridges[0].courier());
         let paths = PathWatch::of(&bridges);
@@ -160,9 +185,10 @@ impl Core {
             allowed: options.kernel_path,
             outlive: options.outlive.clone(),
             vxlan_listen: options.vxlan_listen,
+            inheritance: options.inheritance.clone(),
         };
         let shared = Arc::new(Shared::new(count, kernel)?);
-        let streams = stream::Streams::start(options.stream_listen, bridge_stats.clone())?;
+        let streams = stream::Streams::start(options.stream_listen, bridge_stats.clone(), inheritance)?;
         let prober = Prober::start(shared.started(), paths)?;
         let dispatcher = |(id, bridge): (usize, Bridge)| {
             options.isolation.apply_to_sockets(bridge.rx.iter().map(Receiver::fd), shared.poller(id));
@@ -176,7 +202,7 @@ impl Core {
             yielding: (options.yield_strategy, options.sleep_us, options.nowork_us),
         };
         let crew = Crew::start(shared.clone(), dispatchers, crew)?;
-        Ok(Core { shared, crew, bridge_address, bridge_stats, streams, courier, prober })
+        Ok(Core { shared, crew, bridge_address, bridge_stats, streams, courier, prober, sockets })
     }
 
     /// Adopts devices and flows of a vnetd that has died; those without an interface are removed after a while. Call this before the
@@ -184,6 +210,74 @@ impl Core {
     pub fn take_over(&self) {
         if self.shared.kernel_part().outlive.pins.as_ref().is_some_and(PinOptions::exist) {
             let _ = self.kernel();
+        }
+    }
+
+    /// What a running vnetd hands over to this core.
+    pub fn inheritance(&self) -> Option<&Arc<Inheritance>> {
+        self.shared.kernel_part().inheritance.as_ref()
+    }
+
+    /// Opens the kernel's own path of a running vnetd, if it hands it over. Call it before the first setup.
+    ///
+    /// # Errors
+    /// The reason why it cannot be taken over, in one line.
+    pub fn inherit_kernel(&self) -> Result<(), String> {
+        let Some(inheritance) = self.inheritance() else { return Ok(()) };
+        if !inheritance.has(inherit::KERNEL_LOCK) && !inheritance.has(inherit::KERNEL_MOUNT) {
+            return Ok(());
+        }
+        let path = self.shared.kernel_path_or_open().as_ref().map_err(String::clone)?;
+        path.inherit_wire(&self.courier, &self.bridge_stats)
+    }
+
+    /// The running vnetd has ended: everything that it has handed over is this process's own.
+    pub fn own(&self) {
+        self.inheritance().into_iter().for_each(|inheritance| inheritance.settle());
+        self.kernel_if_open().into_iter().for_each(|kernel| kernel.own());
+    }
+
+    /// Duplicates of the core's descriptors by name, for the next vnetd.
+    ///
+    /// # Errors
+    /// Why the next vnetd could not take over, in one line.
+    pub fn descriptors(&self) -> Result<Vec<(String, OwnedFd)>, String> {
+        let failed = |error: io::Error| format!("cannot duplicate a descriptor: {error}");
+        let duplicate = |(name, socket): &(String, Arc<dyn AsFd + Send + Sync>)| {
+            Ok((name.clone(), (**socket).as_fd().try_clone_to_owned()?))
+        };
+        let mut all = self.sockets.iter().map(duplicate).collect::<io::Result<Vec<_>>>().map_err(failed)?;
+        if let Some(listener) = self.streams.descriptor() {
+            all.push((inherit::STREAMS.into(), listener.map_err(failed)?));
+        }
+        if let Some(path) = self.shared.kernel_path() {
+            let no_pins = |why: &str| format!("flows of the kernel path cannot be handed over: {why}");
+            let (lock, mounted) = path.kernel().lock().map_err(no_pins)?;
+            let name = if mounted { inherit::KERNEL_MOUNT } else { inherit::KERNEL_LOCK };
+            all.push((name.into(), lock.try_clone_to_owned().map_err(failed)?));
+            if let Some(wire) = path.wire_descriptor() {
+                all.push((inherit::WIRE.into(), wire.map_err(failed)?));
+            }
+        }
+        Ok(all)
+    }
+
+    /// Has all dispatchers and the kernel path stand still, with every frame that they have taken forwarded, until the result is dropped.
+    /// `None` if a dispatcher does not stop in time. Publish nothing meanwhile.
+    pub fn stand_still(&self) -> Option<Still<'_>> {
+        let kernel = self.shared.kernel_path().map(KernelPath::stand_still);
+        Some(Still { _crew: self.crew.stand_still()?, _kernel: kernel })
+    }
+
+    /// Counts frames that the kernel has forwarded, and returns what has been counted of each flow.
+    pub fn counted(&self) -> Vec<Counted> {
+        self.kernel_if_open().map_or(vec![], |kernel| kernel.flows().counted())
+    }
+
+    /// Takes over the flows that a core which stands still has [`counted`](Core::counted). Call it before the first setup.
+    pub fn succeed(&self, counted: Vec<Counted>) {
+        if let Some(kernel) = self.kernel_if_open() {
+            kernel.flows().succeed(counted);
         }
     }
 
@@ -201,9 +295,11 @@ impl Core {
             parts.feeders.push((PortId::NONE, wire));
         }
         let setup = Setup::new(parts);
+        tracing::debug!("a setup is made");
         // Before any frame leaves on a new link: senders need the link's route.
         self.prober.set_links(setup.peers.links());
         self.streams.set_links(setup.peers.links());
+        tracing::debug!("the routes of its links are known");
         self.adopt(setup);
     }
 
@@ -224,6 +320,7 @@ impl Core {
             path.publish(&setup);
         }
         let before = self.shared.publish(setup.clone());
+        tracing::debug!("all dispatchers have adopted it");
         if let Some(path) = path {
             path.settle();
         }

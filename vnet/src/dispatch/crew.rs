@@ -15,7 +15,7 @@ use std::sync::mpsc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::dispatcher::Dispatcher;
 use super::isolation::{self, Isolation, IsolationError};
@@ -26,6 +26,8 @@ use super::worker::{Order, Post, Worker};
 use super::yielding::{Strategy, Yielder};
 use crate::threads;
 
+/// How long all threads may take until they stand still: a turn takes microseconds, but other programs may have the processors.
+const STILL_WITHIN: Duration = Duration::from_millis(500);
 /// Pause after the kernel has refused a thread.
 const REFUSED_PAUSE: Duration = Duration::from_secs(10);
 
@@ -64,6 +66,8 @@ struct Roster {
     /// Thread in each slot, if there is one.
     threads: Mutex<Vec<Option<JoinHandle<()>>>>,
     recruiting: Mutex<Recruiting>,
+    /// Held while a dispatcher is on its way to another thread, and while all threads stand still.
+    moving: Mutex<()>,
     /// The core stops, or `recruiting` has changed.
     changed: Condvar,
     recruited: AtomicU64,
@@ -83,6 +87,7 @@ impl Crew {
             posts: (0..count).map(|_| Post::new().map(Arc::new)).collect::<io::Result<_>>()?,
             threads: Mutex::new((0..count).map(|_| None).collect()),
             recruiting: Mutex::new(options.recruiting),
+            moving: Mutex::new(()),
             shared,
             options,
             changed: Condvar::new(),
@@ -127,10 +132,33 @@ impl Crew {
         self.roster.hand_over(id, slot);
     }
 
+    /// Has all threads stand still until the result is dropped; `None` if one of them does not in time.
+    pub(super) fn stand_still(&self) -> Option<Still<'_>> {
+        let roster = &*self.roster;
+        let still = Still { roster, _moving: roster.moving.lock() };
+        let wake = || {
+            roster.shared.ring_all();
+            roster.posts.iter().for_each(|post| post.poller.ring());
+        };
+        roster.shared.publication.pause(wake, STILL_WITHIN).then_some(still)
+    }
+
     /// Changes when threads are recruited and released.
     pub(super) fn recruit(&self, recruiting: Recruiting) {
         *self.roster.recruiting.lock() = recruiting;
         self.roster.changed.notify_all();
+    }
+}
+
+/// All threads of a core stand still. Dropping it lets them go on.
+pub(super) struct Still<'a> {
+    roster: &'a Roster,
+    _moving: MutexGuard<'a, ()>,
+}
+
+impl Drop for Still<'_> {
+    fn drop(&mut self) {
+        self.roster.shared.publication.resume();
     }
 }
 
@@ -268,6 +296,7 @@ impl Roster {
 
     /// Starts a thread in the free `slot`, which takes the dispatchers `moved`.
     fn begin(&self, slot: usize, moved: &[usize]) -> Result<(), CrewError> {
+        let _moving = self.moving.lock();
         self.spawn(slot, vec![])?;
         moved.iter().for_each(|id| self.hand_over(*id, slot));
         self.recruited.fetch_add(1, Relaxed);
@@ -277,6 +306,7 @@ impl Roster {
 
     /// Ends the thread in `slot`; the one in `to` takes over its dispatchers.
     fn release(&self, slot: usize, to: usize) {
+        let _moving = self.moving.lock();
         let slots = self.shared.publication.slots();
         let moved: Vec<_> = (0..slots.len()).filter(|id| slots[*id] == slot).collect();
         moved.iter().for_each(|id| self.hand_over(*id, to));

@@ -185,6 +185,27 @@ impl Dispatcher {
         self.forwarder.settle_all();
     }
 
+    /// Serves only sources that have taken a part of a frame or of a burst already, and returns buffers that the kernel has read. Returns
+    /// true when there is nothing more to wait for.
+    pub(super) fn complete(&mut self, now: Instant) -> bool {
+        let mut none = true;
+        for served in &mut self.served {
+            served.ready = served.source.is_unfinished();
+            none &= !served.ready;
+        }
+        if !none {
+            self.clock.begin(now);
+            self.turn();
+        }
+        self.reap();
+        none && !self.served.iter().any(|served| served.source.is_held())
+    }
+
+    /// Makes all sources ready, because events may have been missed.
+    pub(super) fn look_everywhere(&mut self) {
+        self.served.iter_mut().for_each(Served::wake);
+    }
+
     /// The last act, at shutdown.
     pub(super) fn finish(&mut self) {
         self.forwarder.settle_all();

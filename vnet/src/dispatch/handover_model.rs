@@ -5,6 +5,7 @@
 //! are without a limit, so a wake-up that is lost is a deadlock, which loom reports.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use loom::cell::UnsafeCell;
 use loom::thread;
@@ -133,6 +134,11 @@ impl Worker {
             if self.core.posts[self.slot].has_mail() && self.exchange() {
                 return;
             }
+            if self.core.publication.is_pausing() {
+                let ids: Vec<usize> = self.dispatchers.iter().map(|dispatcher| dispatcher.id).collect();
+                self.core.publication.stand_still(&ids);
+                continue;
+            }
             self.round();
             // A thread sleeps on its dispatcher's own set, on one that holds those of several, or on its own.
             let mut bells: Vec<usize> = self.dispatchers.iter().map(|dispatcher| dispatcher.id).collect();
@@ -224,6 +230,23 @@ fn publish_while_one_moves() {
     recruiter.join().unwrap();
     core.stop();
     [first, second].into_iter().for_each(|thread| thread.join().unwrap());
+}
+
+/// All threads stand still: control may use what they use, and they go on.
+fn stand_still() {
+    let core = Core::new();
+    let threads = [0, 1].map(|slot| core.spawn(slot, vec![slot]));
+    let is_still = core.publication.pause(|| core.ring_all(), Duration::from_secs(3600));
+    assert!(is_still);
+    core.publication.value().write();
+    core.publication.resume();
+    core.stop();
+    threads.into_iter().for_each(|thread| thread.join().unwrap());
+}
+
+#[test]
+fn what_stands_still_is_not_used() {
+    alone("dispatch::handover_model::what_stands_still_is_not_used", || explore(bound(1, 2), stand_still));
 }
 
 #[test]

@@ -13,24 +13,30 @@
 //! valid. Its devices that no interface has claimed after [`Outlive::time`](crate::kernel::Outlive) are removed. A vnetd that ends before
 //! its first setup has failed to start: it leaves devices and flows to the next one.
 
+use std::io;
 use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use arc_swap::{ArcSwap, ArcSwapOption};
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 
 use super::setup::{Feeder, InterfacePort, LinkPort, Port, Setup};
 use super::tunnels::Tunnels;
 use super::wire_path::WirePath;
 use crate::frame::{NetworkId, PortId};
+use crate::inherit::{Inheritance, WIRE};
+use crate::interface::tap::TapError;
+use crate::interface::wire::Wire;
 use crate::interface::{Interface, KernelDevice, LeadsTo, headroom, veth, wire};
 use crate::kernel::{Destination, Kernel, Known, Sender, Target, Terms, now_ns};
 use crate::link::{Courier, Link, Tunnel};
 use crate::route::{Flow, INSTALLED_MS, Install, Installed, Learned, Router, Verdicts};
 use crate::stats::PortStats;
+use crate::wire::vxlan::WIRE_PORT;
 
 /// Time between two rounds of the renewer: several within a verdict's lifetime.
 const RENEW: Duration = Duration::from_millis(INSTALLED_MS / 8);
@@ -172,6 +178,8 @@ pub(super) struct CorePart {
     pub(super) outlive: Duration,
     /// Where datagrams of VXLAN links arrive.
     pub(super) vxlan_listen: Option<SocketAddr>,
+    /// What the running vnetd hands over.
+    pub(super) inheritance: Option<Arc<Inheritance>>,
 }
 
 /// The kernel path of a core.
@@ -190,12 +198,15 @@ pub(super) struct KernelPath {
     wire: Arc<ArcSwapOption<WirePath>>,
     /// The last failure to open the wire: its time and reason.
     no_wire: Mutex<Option<(Instant, String)>>,
+    /// Held by the renewer during a round.
+    round: Arc<Mutex<()>>,
+    inheritance: Option<Arc<Inheritance>>,
 }
 
 impl KernelPath {
     /// Joins `kernel` to a core with its first setup.
-    pub(super) fn new(kernel: Arc<Kernel>, setup: Arc<Setup>, core: CorePart) -> std::io::Result<KernelPath> {
-        let CorePart { learned, started, outlive, vxlan_listen } = core;
+    pub(super) fn new(kernel: Arc<Kernel>, setup: Arc<Setup>, core: CorePart) -> io::Result<KernelPath> {
+        let CorePart { learned, started, outlive, vxlan_listen, inheritance } = core;
         let tunnels = Arc::new(Tunnels::new(vxlan_listen));
         let started_ns = now_ns().saturating_sub(started.elapsed().as_nanos() as u64);
         let ways = ArcSwap::from_pointee(Ways::of(&setup, tunnels.clone(), None));
@@ -212,6 +223,8 @@ impl KernelPath {
             tunnels,
             wire: Arc::default(),
             no_wire: Mutex::default(),
+            round: Arc::default(),
+            inheritance,
         };
         let renewer = path.renewer();
         path.renewer = Some(std::thread::Builder::new().name("kernel-flows".into()).spawn(renewer)?);
@@ -238,18 +251,39 @@ impl KernelPath {
         {
             return None;
         }
-        let (strangers, tunnels) = (strangers.clone(), self.tunnels.clone());
-        match WirePath::open(self.kernel(), courier.clone(), strangers, self.outlive, tunnels) {
-            Ok(wire) => {
-                self.wire.store(Some(wire.clone()));
-                Some(wire)
-            }
+        match self.open_wire(Wire::open(WIRE_PORT), courier, strangers) {
+            Ok(wire) => Some(wire),
             Err(error) => {
                 tracing::info!("no wire, vnetd forwards all frames to other hosts itself: {error}");
                 *failed = Some((Instant::now(), error));
                 None
             }
         }
+    }
+
+    /// Opens the wire of the running vnetd, if it hands it over: attaching programs takes longer than frames should wait.
+    ///
+    /// # Errors
+    /// The reason why it cannot be taken over.
+    pub(super) fn inherit_wire(&self, courier: &Courier, strangers: &Arc<PortStats>) -> Result<(), String> {
+        match &self.inheritance {
+            Some(inheritance) if inheritance.has(WIRE) => {
+                self.open_wire(Wire::inherit(WIRE_PORT, inheritance), courier, strangers).map(drop)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn open_wire(
+        &self,
+        wire: Result<Wire, TapError>,
+        courier: &Courier,
+        strangers: &Arc<PortStats>,
+    ) -> Result<Arc<WirePath>, String> {
+        let (wire, hosts) = (wire.map_err(|error| error.to_string())?, (self.outlive, self.tunnels.clone()));
+        let wire = WirePath::open(self.kernel(), wire, courier.clone(), strangers.clone(), hosts)?;
+        self.wire.store(Some(wire.clone()));
+        Ok(wire)
     }
 
     /// Checks that the kernel sends known flows of `link` by itself.
@@ -270,6 +304,16 @@ impl KernelPath {
     /// Where routers of `setup` offer their verdicts.
     pub(super) fn verdicts(&self, setup: &Setup) -> Verdicts {
         Verdicts { to: self.installer.clone(), generation: setup.generation }
+    }
+
+    /// Has the renewer stand still until the result is dropped.
+    pub(super) fn stand_still(&self) -> MutexGuard<'_, ()> {
+        self.round.lock()
+    }
+
+    /// Descriptor of the wire's TAP.
+    pub(super) fn wire_descriptor(&self) -> Option<io::Result<OwnedFd>> {
+        Some(self.wire.load_full()?.descriptor())
     }
 
     /// True when `setup` differs from the current one in nothing that matters to a flow.
@@ -302,7 +346,14 @@ impl KernelPath {
     pub(super) fn settle(&self) {
         let kernel = self.kernel();
         kernel.settle();
-        kernel.flows().forget_adopted();
+        let ways = self.installer.setup.load();
+        for (flow, [frames, bytes]) in kernel.flows().forget_adopted() {
+            if let (Some(from), Some(to)) = (ways.get(flow.from), ways.get(flow.to)) {
+                from.stats().in_frames.add(frames);
+                from.stats().in_bytes.add(bytes);
+                to.stats().delivered(frames, bytes);
+            }
+        }
         kernel.flows().count();
     }
 
@@ -312,6 +363,7 @@ impl KernelPath {
             (self.stopping.clone(), self.serving.clone(), self.current.clone());
         let (tunnels, wire) = (self.tunnels.clone(), self.wire.clone());
         let (kernel, started, outlive) = (self.kernel().clone(), self.started, self.outlive);
+        let (round, inheritance) = (self.round.clone(), self.inheritance.clone());
         let to: Arc<dyn Install> = self.installer.clone();
         let mut router = Router::new(current.load().table.clone(), self.learned.clone());
         move || {
@@ -319,6 +371,7 @@ impl KernelPath {
             let mut inherits = true;
             while !stopping.load(Relaxed) {
                 std::thread::park_timeout(RENEW);
+                let _round = round.lock();
                 let (now_ns, now_ms) = (now_ns(), started.elapsed().as_millis() as u64);
                 let end_ns = now_ns + outlive.as_nanos() as u64;
                 if !serving.load(Relaxed) {
@@ -354,10 +407,11 @@ impl KernelPath {
                     remove_unclaimed(&kernel);
                 }
             }
-            if serving.load(Relaxed) {
+            let is_owner = inheritance.is_none_or(|inheritance| inheritance.is_settled());
+            if serving.load(Relaxed) && is_owner {
                 remove_unclaimed(&kernel);
             } else {
-                // This vnetd has failed to start. Devices and flows wait for one that does.
+                // This vnetd has failed to start or to take over. Devices and flows wait for one that does.
                 kernel.leave();
             }
         }

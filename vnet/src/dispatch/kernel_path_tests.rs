@@ -81,7 +81,13 @@ impl World {
         let learned = Arc::new(Learned::new());
         learned.keep_versions_in(kernel.clone());
         let setup = Arc::new(Setup::new(Parts::default()));
-        let core = CorePart { learned, started: Instant::now(), outlive: Duration::ZERO, vxlan_listen: None };
+        let core = CorePart {
+            learned,
+            started: Instant::now(),
+            outlive: Duration::ZERO,
+            vxlan_listen: None,
+            inheritance: None,
+        };
         let path = KernelPath::new(kernel, setup, core).unwrap();
         let stats = (0..PORTS).map(|_| Arc::default()).collect();
         Some(World {

@@ -3,7 +3,7 @@
 //! Publishing swaps one pointer and raises a generation number. A dispatcher compares that number once per turn and adopts the new
 //! value between two batches. Readers never lock.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::sync::{Arc, ArcSwap, AtomicBool, AtomicU64, Condvar, Mutex, Ordering};
 
@@ -15,6 +15,8 @@ pub(super) struct Publication<T> {
     value: ArcSwap<T>,
     generation: AtomicU64,
     stopping: AtomicBool,
+    /// All threads are to stand still between two rounds.
+    pausing: AtomicBool,
     /// A thread has panicked: its dispatchers will adopt nothing any more.
     broken: AtomicBool,
     progress: Mutex<Progress>,
@@ -27,6 +29,8 @@ struct Progress {
     adopted: Vec<u64>,
     /// The slot of the thread that runs it.
     slots: Vec<usize>,
+    /// True while its thread stands still.
+    still: Vec<bool>,
 }
 
 impl<T> Publication<T> {
@@ -36,8 +40,13 @@ impl<T> Publication<T> {
             value: ArcSwap::from_pointee(value),
             generation: AtomicU64::new(0),
             stopping: AtomicBool::new(false),
+            pausing: AtomicBool::new(false),
             broken: AtomicBool::new(false),
-            progress: Mutex::new(Progress { adopted: vec![0; count], slots: vec![usize::MAX; count] }),
+            progress: Mutex::new(Progress {
+                adopted: vec![0; count],
+                slots: vec![usize::MAX; count],
+                still: vec![false; count],
+            }),
             changed: Condvar::new(),
         }
     }
@@ -99,6 +108,47 @@ impl<T> Publication<T> {
     /// Ends all threads: each stops after its current round. The caller wakes them afterwards.
     pub(super) fn stop(&self) {
         self.stopping.store(true, Ordering::Relaxed);
+    }
+
+    #[inline]
+    pub(super) fn is_pausing(&self) -> bool {
+        self.pausing.load(Ordering::Relaxed)
+    }
+
+    /// Has all threads stand still between two rounds, once they are woken; false if one does not within `limit`. Call
+    /// [`Publication::resume`] afterwards in either case. No dispatcher may be on its way to another thread.
+    pub(super) fn pause(&self, wake: impl FnOnce(), limit: Duration) -> bool {
+        self.pausing.store(true, Ordering::Relaxed);
+        wake();
+        let deadline = Instant::now() + limit;
+        let mut progress = self.progress.lock();
+        while !progress.still.iter().all(|still| *still) {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() || self.is_broken() || self.is_stopping() {
+                return false;
+            }
+            self.changed.wait_for(&mut progress, left.min(LOOK));
+        }
+        true
+    }
+
+    /// Ends [`Publication::pause`].
+    pub(super) fn resume(&self) {
+        // Under the lock, so that a thread that is about to wait cannot miss it.
+        let _progress = self.progress.lock();
+        self.pausing.store(false, Ordering::Relaxed);
+        self.changed.notify_all();
+    }
+
+    /// Reports that a thread with these dispatchers stands still; returns when it may go on.
+    pub(super) fn stand_still(&self, ids: &[usize]) {
+        let mut progress = self.progress.lock();
+        ids.iter().for_each(|id| progress.still[*id] = true);
+        self.changed.notify_all();
+        while self.is_pausing() && !self.is_stopping() {
+            self.changed.wait_for(&mut progress, LOOK);
+        }
+        ids.iter().for_each(|id| progress.still[*id] = false);
     }
 
     /// Reports that a thread has panicked.

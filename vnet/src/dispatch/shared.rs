@@ -9,8 +9,9 @@ use super::dispatcher_stats::DispatcherStats;
 use super::kernel_path::{CorePart, KernelPath};
 use super::publication::Publication;
 use super::setup::{Parts, Setup};
+use crate::inherit::{Inheritance, KERNEL_LOCK, KERNEL_MOUNT};
 use crate::interface::{headroom, veth};
-use crate::kernel::{self, Kernel, Outlive};
+use crate::kernel::{self, Kernel, KernelError, Outlive, PinOptions};
 use crate::poll::Poller;
 use crate::route::Learned;
 
@@ -20,6 +21,8 @@ pub(super) struct KernelPart {
     pub(super) allowed: bool,
     pub(super) outlive: Outlive,
     pub(super) vxlan_listen: Option<SocketAddr>,
+    /// What the running vnetd hands over.
+    pub(super) inheritance: Option<Arc<Inheritance>>,
 }
 
 /// State that the core shares with its dispatchers.
@@ -107,11 +110,13 @@ impl Shared {
             headroom::remove_dead();
             return Err("kernel_path is off".into());
         }
-        let kernel = Kernel::load(pins.as_ref()).map_err(|error| {
+        let kernel = self.load_kernel(pins.as_ref()).map_err(|error| {
             tracing::info!("no kernel path, vnetd forwards all frames itself: {error}");
             error.to_string()
         })?;
-        if let (Some(_), Err(why)) = (pins, kernel.adoptable()) {
+        if self.kernel.inheritance.is_some() {
+            tracing::debug!("goes on with the flows of the running vnetd");
+        } else if let (Some(_), Err(why)) = (pins, kernel.adoptable()) {
             tracing::warn!("the next vnetd cannot adopt flows of the kernel path: {why}");
         } else if kernel.is_adopted() {
             tracing::info!("goes on with the flows of a vnetd that has died");
@@ -125,12 +130,23 @@ impl Shared {
             started: self.started,
             outlive: *time,
             vxlan_listen: self.kernel.vxlan_listen,
+            inheritance: self.kernel.inheritance.clone(),
         };
         KernelPath::new(kernel, self.setup(), part)
             .map_err(|error| format!("cannot start the thread of kernel flows: {error}"))
     }
 
-    fn ring_all(&self) {
+    /// Loads the programs, on the running vnetd's maps if it hands over their lock.
+    fn load_kernel(&self, pins: Option<&PinOptions>) -> Result<Arc<Kernel>, KernelError> {
+        let handed = |name| self.kernel.inheritance.as_ref()?.take_one(name);
+        let lock = handed(KERNEL_MOUNT).map(|lock| (lock, true));
+        match (pins, lock.or_else(|| handed(KERNEL_LOCK).map(|lock| (lock, false)))) {
+            (Some(pins), Some((lock, mounted))) => Kernel::inherit(pins, lock, mounted),
+            _ => Kernel::load(pins),
+        }
+    }
+
+    pub(super) fn ring_all(&self) {
         for poller in &self.pollers {
             poller.ring();
         }

@@ -5,8 +5,9 @@
 //! twice: programs drop those from addresses of no such link; a frame that comes up is checked against the dispatcher's own setup, as a
 //! datagram of the link would be.
 
+use std::io;
 use std::net::SocketAddrV4;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -46,22 +47,26 @@ pub(super) struct WirePath {
 }
 
 impl WirePath {
-    /// Opens the devices and attaches `kernel`'s programs.
+    /// Attaches `kernel`'s programs to the devices of `wire`. `outlive` is how long the kernel forwards established flows without vnetd.
     ///
     /// # Errors
     /// The reason why there is no wire, in one line.
     pub(super) fn open(
         kernel: &Arc<Kernel>,
+        wire: Wire,
         courier: Courier,
         strangers: Arc<PortStats>,
-        outlive: Duration,
-        tunnels: Arc<Tunnels>,
+        (outlive, tunnels): (Duration, Arc<Tunnels>),
     ) -> Result<Arc<WirePath>, String> {
-        let wire = Wire::open(WIRE_PORT).map_err(|error| error.to_string())?;
         let attached = kernel.attach_wire(&wire.device, &wire.tap).map_err(|error| error.to_string())?;
         wire.raise().map_err(|error| format!("cannot set up the wire: {error}"))?;
         tunnels.add_wire();
         Ok(Arc::new(WirePath { _attached: attached, wire, courier, outlive, tunnels, strangers }))
+    }
+
+    /// A duplicate of the TAP's descriptor.
+    pub(super) fn descriptor(&self) -> io::Result<OwnedFd> {
+        Ok(self.wire.file().try_clone()?.into())
     }
 
     /// How the kernel sends frames of a guest with MTU `mtu` to the other host of `link`; `None` while the link's wire is not ready,
@@ -144,7 +149,7 @@ impl Source for WireSource {
             let Some(room) = batch.spare(ROOM) else { break };
             let len = match self.path.wire.read(&mut room[..ROOM]) {
                 Ok(len) => len,
-                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 // Also if the device was removed: no more frames will come.
                 Err(_) => {
                     self.drained = true;

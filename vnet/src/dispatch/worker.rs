@@ -13,6 +13,9 @@
 //! frame of a flow is overtaken: its queue, its cache and the socket that it leaves by stay together. What arrives meanwhile waits
 //! in rings and sockets, and its events in the dispatcher's epoll set, so that no wake-up is lost either.
 //!
+//! **Standing still.** While another vnetd takes over, all threads wait between two rounds. Before, they forward the frames of which a
+//! source has taken a part already: the rest of a burst, and frames whose other fragments are in the socket.
+//!
 //! **Sleeping.** With one dispatcher, a thread sleeps on the dispatcher's own epoll set; with several, on a set that holds theirs.
 
 use std::sync::Arc;
@@ -30,6 +33,10 @@ const SPINS_PER_POLL: u32 = 4;
 const EMPTY_SLEEP: Duration = Duration::from_secs(1);
 /// Longest sleep when the kernel refused to nest the dispatchers' epoll sets, so that their events wake nobody.
 const UNNESTED_SLEEP: Duration = Duration::from_millis(1);
+
+/// How long a thread that is to stand still completes frames. A frame's fragments are sent at once, so the others are in the socket, unless
+/// the network has lost them.
+const COMPLETE_MAX: Duration = Duration::from_millis(5);
 
 /// A thread's mailbox.
 pub(super) struct Post {
@@ -115,6 +122,10 @@ impl Worker {
             if self.post.mailbox.has_mail() && self.exchange() {
                 return;
             }
+            if self.shared.publication.is_pausing() {
+                self.stand_still();
+                continue;
+            }
             if !self.round() {
                 self.idle();
             }
@@ -187,6 +198,20 @@ impl Worker {
             std::thread::sleep(Duration::from_millis(100));
         }
         self.dispatchers.iter_mut().for_each(|dispatcher| dispatcher.wait(Duration::ZERO));
+    }
+
+    /// Completes what the dispatchers have begun, and waits until they may go on.
+    #[cold]
+    fn stand_still(&mut self) {
+        let deadline = Instant::now() + COMPLETE_MAX;
+        while !self.dispatchers.iter_mut().all(|dispatcher| dispatcher.complete(Instant::now()))
+            && Instant::now() < deadline
+        {}
+        let now = Instant::now();
+        let ids: Vec<_> = self.dispatchers.iter().map(|dispatcher| dispatcher.id).collect();
+        self.dispatchers.iter_mut().for_each(|dispatcher| dispatcher.pause(now, &mut self.yielder));
+        self.shared.publication.stand_still(&ids);
+        self.dispatchers.iter_mut().for_each(|dispatcher| dispatcher.look_everywhere());
     }
 
     /// Takes arriving dispatchers and hands over those that have to go. Returns true when the thread shall end.

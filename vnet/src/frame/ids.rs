@@ -53,7 +53,7 @@ impl fmt::Display for NetworkId {
 }
 
 /// A port of the core: the slot of an interface or a link in the port table.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, serde::Serialize, serde::Deserialize)]
 pub struct PortId(pub u16);
 
 impl PortId {

@@ -33,35 +33,29 @@ const NEEDY_PORT: u16 = 9;
 /// Number of hosts' ends of this process that are ports of the bridge.
 static PORTS: Mutex<usize> = Mutex::new(0);
 
-/// A host's end whose container leaves headroom. The bridge goes with the last one.
-pub(super) struct Headroom(());
-
-impl Headroom {
-    /// Has the container at the other end of pair `device` leave headroom. Creates the bridge if it does not exist.
-    ///
-    /// # Errors
-    /// The kernel has no bridges or no VXLAN, or the device is a port of another bridge.
-    pub(super) fn ask(device: u32) -> io::Result<Headroom> {
-        let mut ports = PORTS.lock();
-        // Both may be those of a vnetd that has died.
-        let needy = find_or_make(NEEDY, InfoKind::Vxlan, || {
-            Some(InfoData::Vxlan(vec![InfoVxlan::Id(NEEDY_ID), InfoVxlan::Port(NEEDY_PORT)]))
-        })?;
-        let bridge = find_or_make(BRIDGE, InfoKind::Bridge, || None)?;
-        set_controller(needy, bridge)?;
-        set_controller(device, bridge)?;
-        *ports += 1;
-        Ok(Headroom(()))
-    }
+/// Has the container at the other end of pair `device` leave headroom. Creates the bridge if it does not exist.
+///
+/// # Errors
+/// The kernel has no bridges or no VXLAN, or the device is a port of another bridge.
+pub(super) fn join(device: u32) -> io::Result<()> {
+    let mut ports = PORTS.lock();
+    // Both may be those of a vnetd that has died.
+    let needy = find_or_make(NEEDY, InfoKind::Vxlan, || {
+        Some(InfoData::Vxlan(vec![InfoVxlan::Id(NEEDY_ID), InfoVxlan::Port(NEEDY_PORT)]))
+    })?;
+    let bridge = find_or_make(BRIDGE, InfoKind::Bridge, || None)?;
+    set_controller(needy, bridge)?;
+    set_controller(device, bridge)?;
+    *ports += 1;
+    Ok(())
 }
 
-impl Drop for Headroom {
-    fn drop(&mut self) {
-        let mut ports = PORTS.lock();
-        *ports -= 1;
-        if *ports == 0 {
-            remove_both();
-        }
+/// A device that has joined is gone. The bridge goes with the last one.
+pub(super) fn leave() {
+    let mut ports = PORTS.lock();
+    *ports -= 1;
+    if *ports == 0 {
+        remove_both();
     }
 }
 

@@ -24,6 +24,7 @@ mod queue_len;
 pub mod sideband;
 pub mod stand_in;
 pub mod tap;
+mod tun;
 pub mod underlay;
 pub mod veth;
 pub mod vhost_user;
@@ -31,15 +32,19 @@ pub mod virtqueue;
 mod whole_datagrams;
 pub mod wire;
 
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 use std::time::Duration;
+
+use parking_lot::MutexGuard;
 
 use self::device::OnDevice;
 use self::interrupts::InterruptSettings;
 use self::pair::PairKind;
 use self::virtqueue::window::Loans;
-use crate::frame::{DropSink, Frame, Room, Selection};
+use crate::frame::{Batch, DropSink, Frame, Room, Selection};
+use crate::inherit::GuestState;
 use crate::source::Source;
 use crate::wire::ethernet::{HEADER_LEN, Mac, VLAN_TAG_LEN};
 use crate::wire::offload::{GSO_NONE, Offload};
@@ -123,6 +128,20 @@ pub trait Interface: Send + Sync {
     /// anybody else, because callers hold locks.
     fn stop(&self);
 
+    /// What another vnetd needs to take the interface over.
+    ///
+    /// # Errors
+    /// Why it cannot, in one line.
+    fn hand_over(&self) -> Result<Handed<'_>, String> {
+        Err("it cannot be handed over".into())
+    }
+
+    /// Starts an interface that was handed over and has waited until the running vnetd stands still.
+    fn start(&self) {}
+
+    /// Goes on after a take-over that failed.
+    fn go_on(&self) {}
+
     /// Waits until the kernel has released what a stopped interface lent it, at most a second.
     fn settle(&self) {}
 
@@ -136,6 +155,29 @@ pub trait Interface: Send + Sync {
     /// to them.
     fn expect(&self, macs: &[Mac]) {
         _ = macs;
+    }
+}
+
+/// What another vnetd needs to take an interface over.
+#[derive(Default)]
+pub struct Handed<'a> {
+    /// The open files by kind; those of a kind are in order.
+    pub files: Vec<(&'static str, OwnedFd)>,
+    /// The state of a guest's front end.
+    pub guest: Option<GuestState>,
+    /// While it is held, the state does not change.
+    pub turn: Option<MutexGuard<'a, ()>>,
+    /// While it is held, no thread but dispatchers delivers frames.
+    pub quiet: Option<MutexGuard<'a, Batch>>,
+}
+
+impl Handed<'_> {
+    /// Files that need no state.
+    fn files<'a>(files: impl IntoIterator<Item = (&'static str, BorrowedFd<'a>)>) -> Result<Self, String> {
+        let duplicate = |(kind, file): (&'static str, BorrowedFd<'_>)| Ok((kind, file.try_clone_to_owned()?));
+        let files: std::io::Result<Vec<_>> = files.into_iter().map(duplicate).collect();
+        let files = files.map_err(|error| format!("cannot duplicate a descriptor: {error}"))?;
+        Ok(Handed { files, ..Handed::default() })
     }
 }
 

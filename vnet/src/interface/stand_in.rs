@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::{Interface, State};
+use super::{Handed, Interface, State};
 use crate::frame::{Batch, DropSink, Selection};
 use crate::poll::Waker;
 use crate::source::{Source, Taken};
@@ -47,6 +47,10 @@ impl Interface for Absent {
     }
 
     fn stop(&self) {}
+
+    fn hand_over(&self) -> Result<Handed<'_>, String> {
+        Ok(Handed::default())
+    }
 }
 
 /// A source without frames.

@@ -15,6 +15,7 @@
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
 
 use netlink_packet_route::link::LinkAttribute;
@@ -22,13 +23,13 @@ use parking_lot::Mutex;
 use rustix::net::netdevice::index_to_name;
 
 use super::device::{self, Home, OnDevice};
-use super::headroom::Headroom;
 use super::link_request::{raise, remove};
 use super::netns::{Netns, NetnsError};
 use super::pair::{self, VethOptions};
 use super::tap::{self, TAP_MTU_MAX, Tap, TapError, TapOptions};
-use super::{Interface, KernelDevice, LeadsTo, State};
+use super::{Handed, Interface, KernelDevice, LeadsTo, State, headroom};
 use crate::frame::{DropSink, Origin, Selection};
+use crate::inherit::Inheritance;
 use crate::netlink::{self, Netlink};
 use crate::source::Source;
 use crate::stats::PortStats;
@@ -70,8 +71,10 @@ pub struct Veth {
     home: Home,
     /// The container's device when control last looked.
     seen: Mutex<Seen>,
-    /// Absent while the host's end is down, and where the kernel refuses.
-    headroom: Mutex<Option<Headroom>>,
+    /// False while the host's end is down, and where the kernel refuses.
+    has_headroom: AtomicBool,
+    /// Where the TAP comes from, if a running vnetd has handed it over.
+    inheritance: Option<Arc<Inheritance>>,
 }
 
 /// What control saw of the container's device. The MTU stays the last known one while no device has the name.
@@ -129,16 +132,52 @@ impl Veth {
         let wanted =
             TapOptions { device, netns: None, mac: None, mac_before: None, mtu, queues: 1, silent: true };
         let tap = Tap::open(&wanted, origin, stats)?;
-        let index =
-            |name: &str| tap::device_index(name).ok_or_else(|| fail("find", io::ErrorKind::NotFound.into()));
-        let (host_index, tap_index) = (index(&host)?, index(&tap_name)?);
-        let kind = pair::kind_of(host_index).map_err(|error| fail("find", error))?;
+        let veth = Veth::of(options, home, (mac, tap), None)?;
         std::mem::forget(unfinished);
+        Ok(veth)
+    }
+
+    /// The pair and the TAP of a running vnetd, which hands over the TAP's queue by a name. Changes nothing at the devices, and does not
+    /// remove them before the inheritance is settled.
+    ///
+    /// # Errors
+    /// A device is gone.
+    pub fn inherit(
+        options: &VethOptions,
+        (inheritance, name): (&Arc<Inheritance>, &str),
+        origin: Origin,
+        stats: Arc<PortStats>,
+    ) -> Result<Arc<Veth>, TapError> {
+        let (home, mac) = Home::enter(Some(&options.netns), || mac_of(&options.device))?;
+        let mac = mac.ok_or_else(|| missing(&options.device))?;
+        let (device, mtu) = (names(&options.device, &options.netns).1, options.mtu.min(TAP_MTU_MAX));
+        let of =
+            TapOptions { device, netns: None, mac: None, mac_before: None, mtu, queues: 1, silent: true };
+        let tap = Tap::inherit(&of, inheritance.take(name), origin, stats)?;
+        let veth = Veth::of(options, home, (mac, tap), Some(inheritance.clone()))?;
+        // The running vnetd has done so: this one has to undo it at its end.
+        veth.ask_for_headroom();
+        Ok(veth)
+    }
+
+    /// The interface of a pair and a TAP that exist.
+    fn of(
+        options: &VethOptions,
+        home: Home,
+        (mac, tap): (Mac, Arc<Tap>),
+        inheritance: Option<Arc<Inheritance>>,
+    ) -> Result<Arc<Veth>, TapError> {
+        let (host, tap_name) = names(&options.device, &options.netns);
+        let mtu = options.mtu.min(TAP_MTU_MAX);
+        let index = |name: &str| tap::device_index(name).ok_or_else(|| missing(&options.device));
+        let (host_index, tap_index) = (index(&host)?, index(&tap_name)?);
+        let kind = pair::kind_of(host_index).map_err(|_| missing(&options.device))?;
         let leads_to = LeadsTo::Namespace(namespace_of(host_index));
         let (host, tap_device, mtu_now) = ((host, host_index), (tap_name, tap_index), mtu.into());
         let device = KernelDevice { host, tap: tap_device, mac, mtu: mtu_now, leads_to, pair: Some(kind) };
         let (name, seen) = (options.device.clone(), Mutex::new(Seen { up: true, mtu, named: true }));
-        Ok(Arc::new(Veth { tap, device, name, home, seen, headroom: Mutex::default() }))
+        let has_headroom = AtomicBool::new(false);
+        Ok(Arc::new(Veth { tap, device, name, home, seen, has_headroom, inheritance }))
     }
 
     /// True if the host's end still exists.
@@ -159,14 +198,18 @@ impl Veth {
         let host = &self.device.host.0;
         let fail = |error| TapError::Step { step: "set up", device: host.clone(), error, hint: "" };
         raise(host, self.device.mtu.load(Relaxed), None).map_err(fail)?;
-        match Headroom::ask(self.device.host.1) {
-            Ok(headroom) => *self.headroom.lock() = Some(headroom),
+        self.ask_for_headroom();
+        Ok(())
+    }
+
+    fn ask_for_headroom(&self) {
+        match headroom::join(self.device.host.1) {
+            Ok(()) => self.has_headroom.store(true, Relaxed),
             Err(error) => tracing::info!(
                 "device '{}': the kernel copies packets to other hosts to make room for headers: {error}",
                 self.name
             ),
         }
-        Ok(())
     }
 }
 
@@ -216,13 +259,23 @@ impl Interface for Veth {
         Some(self)
     }
 
+    fn hand_over(&self) -> Result<Handed<'_>, String> {
+        let tap = self.tap.hand_over()?;
+        Ok(Handed { files: tap.files.into_iter().map(|(_, queue)| ("veth", queue)).collect(), ..tap })
+    }
+
     fn stop(&self) {
         self.tap.stop();
+        if self.inheritance.as_ref().is_some_and(|inheritance| !inheritance.is_settled()) {
+            return;
+        }
         // The pair is absent if the container's end was removed. Its name may belong to another pair by now.
         if self.is_there() {
             let _ = remove(&self.device.host.0);
         }
-        self.headroom.lock().take();
+        if self.has_headroom.swap(false, Relaxed) {
+            headroom::leave();
+        }
     }
 }
 
@@ -262,6 +315,10 @@ impl Drop for Unfinished {
     fn drop(&mut self) {
         let _ = remove(&self.0);
     }
+}
+
+fn missing(device: &str) -> TapError {
+    TapError::Step { step: "find", device: device.into(), error: io::ErrorKind::NotFound.into(), hint: "" }
 }
 
 /// Names of the host's end and of the TAP: the same for the same device of the same namespace in every run of vnetd.

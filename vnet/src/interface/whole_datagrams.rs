@@ -69,6 +69,11 @@ pub(super) struct Datagrams {
 }
 
 impl Datagrams {
+    /// True while fragments wait for the next batch.
+    pub(super) fn holds(&self) -> bool {
+        !self.held.is_empty()
+    }
+
     /// Adds the fragments that have waited to an empty batch.
     #[inline]
     pub(super) fn begin(&mut self, batch: &mut Batch, origin: Origin) {

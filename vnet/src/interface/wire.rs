@@ -10,6 +10,7 @@
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::net::Ipv4Addr;
+use std::sync::Arc;
 
 use netlink_packet_core::{NLM_F_CREATE, NLM_F_EXCL};
 use netlink_packet_route::RouteNetlinkMessage;
@@ -18,6 +19,7 @@ use netlink_packet_route::link::{InfoData, InfoKind, InfoVxlan, LinkAttribute, L
 use super::device;
 use super::link_request::{raise, remove};
 use super::tap::{self, TAP_MTU_MAX, TapError, TapOptions};
+use crate::inherit::{Inheritance, WIRE};
 use crate::netlink::{self, Netlink};
 use crate::wire::ethernet::HEADER_LEN;
 use crate::wire::offload::VIRTIO_NET_HDR_LEN;
@@ -45,6 +47,8 @@ pub struct Wire {
     pub device: (String, u32),
     /// The TAP: name and index.
     pub tap: (String, u32),
+    /// Where the TAP comes from, if the running vnetd has handed it over.
+    inheritance: Option<Arc<Inheritance>>,
 }
 
 impl Wire {
@@ -75,12 +79,31 @@ impl Wire {
                 }
                 _ => fail("create", error),
             })?;
-        let wire = Wire { file, device: (DEVICE.into(), index), tap: (TAP.into(), sight.index as u32) };
+        let (device, tap) = ((DEVICE.into(), index), (TAP.into(), sight.index as u32));
+        let wire = Wire { file, device, tap, inheritance: None };
         device::silence(DEVICE).map_err(|error| fail("disable IPv6 on", error))?;
         device::isolate(DEVICE).map_err(|error| fail("isolate", error))?;
         // Only vnetd's trials enter by the TAP, and a program takes them.
         device::forward(TAP).map_err(|error| fail("allow look-ups of routes for the TAP of", error))?;
         Ok(wire)
+    }
+
+    /// The wire of the running vnetd, which hands over the TAP.
+    ///
+    /// # Errors
+    /// A device is gone, or is not as [`Wire::open`] makes it.
+    pub fn inherit(port: u16, inheritance: &Arc<Inheritance>) -> Result<Wire, TapError> {
+        let gone = |device: &str| TapError::Step {
+            step: "find",
+            device: device.into(),
+            error: io::ErrorKind::NotFound.into(),
+            hint: "; the running vnetd has it",
+        };
+        let file = inheritance.take_one(WIRE).ok_or_else(|| gone(TAP))?.into();
+        let tap = tap::device_index(TAP).ok_or_else(|| gone(TAP))?;
+        let index = adopt(port).ok_or_else(|| gone(DEVICE))?;
+        let (device, tap) = ((DEVICE.into(), index), (TAP.into(), tap));
+        Ok(Wire { file, device, tap, inheritance: Some(inheritance.clone()) })
     }
 
     /// Sets the device up. Attach its programs first: the host's network stack would process its frames.
@@ -125,7 +148,9 @@ pub(crate) fn remove_dead() {
 
 impl Drop for Wire {
     fn drop(&mut self) {
-        let _ = remove(DEVICE);
+        if self.inheritance.as_ref().is_none_or(|inheritance| inheritance.is_settled()) {
+            let _ = remove(DEVICE);
+        }
     }
 }
 

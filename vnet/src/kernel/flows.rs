@@ -14,6 +14,7 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use aya::maps::{HashMap as BpfMap, MapData};
 use parking_lot::Mutex;
+use serde::{Deserialize, Serialize};
 
 use super::mapping::Mapping;
 use super::shared::{FLOWS_MAX, FlowKey, FlowValue, Known, NO_NAMESPACE, TO_INTERFACE, TO_LINK, Tally};
@@ -123,6 +124,19 @@ pub struct Carried {
     pub bytes: u64,
 }
 
+/// What a vnetd has added to the counters of a flow's ports.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Counted {
+    /// The flow's slot.
+    pub slot: u32,
+    /// Its source.
+    pub from: PortId,
+    /// Its destination.
+    pub to: PortId,
+    /// Frames and bytes of its tally that both ports have.
+    pub counted: [u64; 2],
+}
+
 /// One flow's slot.
 struct Slot {
     key: FlowKey,
@@ -147,8 +161,10 @@ struct Book {
     /// Slots that no flow uses. Those of `leaving` have lost theirs since the last sweep.
     free: Vec<u32>,
     leaving: Vec<u32>,
-    /// Flows of a vnetd that has died, with their slots.
+    /// Flows of a vnetd that has died or that this one succeeds, with their slots.
     adopted: HashMap<FlowKey, u32>,
+    /// What the vnetd that this one succeeds has counted.
+    counted: Vec<Counted>,
     refused: u64,
     /// Number of the last installation. It starts with the time, so that it is not one of a vnetd that has died.
     id: u64,
@@ -162,24 +178,37 @@ pub struct Flows {
 
 impl Flows {
     pub(super) fn new(map: BpfMap<MapData, FlowKey, FlowValue>, tallies: Mapping<Tally>) -> Flows {
-        let adopted: HashMap<_, _> = map.iter().flatten().map(|(key, flow)| (key, flow.slot)).collect();
-        let mut is_free = vec![true; FLOWS_MAX as usize];
-        for slot in adopted.values() {
-            is_free.get_mut(*slot as usize).into_iter().for_each(|free| *free = false);
-        }
-        let free = (0..FLOWS_MAX).rev().filter(|slot| is_free[*slot as usize]).collect();
-        let book = Book {
+        let mut book = Book {
             map,
             slots: HashMap::new(),
             by_key: HashMap::new(),
             shares: HashMap::new(),
-            free,
+            free: vec![],
             leaving: vec![],
-            adopted,
+            adopted: HashMap::new(),
+            counted: vec![],
             refused: 0,
             id: super::now_ns(),
         };
+        book.adopt();
         Flows { book: Mutex::new(book), tallies }
+    }
+
+    /// Counts, and returns what has been counted of each flow, for the vnetd that takes over. Nothing is installed afterwards.
+    pub fn counted(&self) -> Vec<Counted> {
+        let mut book = self.book.lock();
+        let counted = |(at, slot): (&u32, &mut Slot)| {
+            slot.count(&self.tallies.get()[*at as usize]);
+            Counted { slot: *at, from: slot.key.from(), to: slot.to.port, counted: slot.counted }
+        };
+        book.slots.iter_mut().map(counted).collect()
+    }
+
+    /// Adopts the flows of the running vnetd, which has `counted` them and installs no more. Nothing is installed here yet.
+    pub fn succeed(&self, counted: Vec<Counted>) {
+        let mut book = self.book.lock();
+        book.adopt();
+        book.counted = counted;
     }
 
     /// Installs a flow, or renews it. False: refused, vnetd goes on forwarding it.
@@ -261,9 +290,16 @@ impl Flows {
         sources.filter_map(|key| Some(key.known()?.src)).collect()
     }
 
-    /// Removes the flows of a vnetd that has died. No program may follow them any more.
-    pub fn forget_adopted(&self) {
+    /// Removes the flows of a vnetd that has died or that this one succeeds. No program may follow them any more. Returns what the latter
+    /// flows have carried since they were counted: frames and bytes.
+    pub fn forget_adopted(&self) -> Vec<(Counted, [u64; 2])> {
         let mut book = self.book.lock();
+        let mut carried = vec![];
+        for last in std::mem::take(&mut book.counted) {
+            let Some(tally) = self.tallies.get().get(last.slot as usize) else { continue };
+            let now = [tally.frames.load(Relaxed), tally.bytes.load(Relaxed)];
+            carried.push((last, [0, 1].map(|at| now[at].wrapping_sub(last.counted[at]))));
+        }
         for (key, slot) in std::mem::take(&mut book.adopted) {
             if !book.by_key.contains_key(&key) {
                 // The entry is absent if the flow was installed again and has ended.
@@ -271,6 +307,7 @@ impl Flows {
             }
             book.leaving.push(slot);
         }
+        carried
     }
 
     /// The `most` flows that have carried most bytes.
@@ -337,6 +374,16 @@ impl Target {
 }
 
 impl Book {
+    /// Adopts the flows of the map, while there are no others.
+    fn adopt(&mut self) {
+        self.adopted = self.map.iter().flatten().map(|(key, flow)| (key, flow.slot)).collect();
+        let mut is_free = vec![true; FLOWS_MAX as usize];
+        for slot in self.adopted.values() {
+            is_free.get_mut(*slot as usize).into_iter().for_each(|free| *free = false);
+        }
+        self.free = (0..FLOWS_MAX).rev().filter(|slot| is_free[*slot as usize]).collect();
+    }
+
     /// The slot of flow `key`, a new one if it has none; `None` at the limit.
     fn slot(
         &mut self,

@@ -56,6 +56,7 @@ mod pins;
 #[cfg(test)]
 mod pins_tests;
 mod shared;
+mod succession;
 #[cfg(test)]
 mod tests;
 #[cfg(test)]
@@ -76,9 +77,12 @@ use parking_lot::Mutex;
 use rustix::process::{Resource, Rlimit, setrlimit};
 use rustix::time::{ClockId, clock_gettime};
 
-pub use flows::{Carried, Destination, FLOWS_PORT_MAX, Flows, Sender, Sources, Target, Terms, Underlay};
+pub use flows::{
+    Carried, Counted, Destination, FLOWS_PORT_MAX, Flows, Sender, Sources, Target, Terms, Underlay,
+};
 pub use pins::{Outlive, PinOptions};
 pub use shared::{End, FLOWS_MAX, Known, VERSIONS, WireHead};
+pub(crate) use succession::forget;
 
 use crate::frame::{Origin, PortId};
 use crate::wire::ethernet::Mac;
@@ -205,7 +209,12 @@ impl Kernel {
         // Kernels before 5.11 charge maps to the limit of locked memory. Newer ones ignore it.
         let _ = setrlimit(Resource::Memlock, Rlimit { current: None, maximum: None });
         let pins = pins.ok_or_else(|| "nothing is to be pinned".to_string());
-        let pins = pins.and_then(|options| Pins::open(options, OBJECT).map_err(|error| error.to_string()));
+        Kernel::load_at(
+            pins.and_then(|options| Pins::open(options, OBJECT).map_err(|error| error.to_string())),
+        )
+    }
+
+    fn load_at(pins: Result<Pins, String>) -> Result<Arc<Kernel>, KernelError> {
         let mut loader = EbpfLoader::new();
         let has_coarse_clock = u32::from(is_at_least(KernelVersion::new(5, 11, 0)));
         loader.override_global("has_coarse_clock", &has_coarse_clock, true);
@@ -247,19 +256,6 @@ impl Kernel {
         &self.flows
     }
 
-    /// True if the maps contain the flows of a vnetd that has died.
-    pub fn is_adopted(&self) -> bool {
-        self.pins.as_ref().is_ok_and(|pins| pins.adopted)
-    }
-
-    /// Checks that the next vnetd can adopt flows when this one dies.
-    ///
-    /// # Errors
-    /// The reason why it cannot, in one line.
-    pub fn adoptable(&self) -> Result<(), &str> {
-        self.pins.as_ref().map(drop).map_err(String::as_str)
-    }
-
     fn state(&self) -> &State {
         &self.state.get()[0]
     }
@@ -286,30 +282,6 @@ impl Kernel {
     /// Postpones the end of all flows, but does not advance the clock: see [`Kernel::tick`].
     pub fn postpone(&self, end_ns: u64) {
         self.state().end_ns.store(end_ns, Ordering::Release);
-    }
-
-    /// Leaves pinned objects for the next vnetd when the last reference to this is dropped.
-    pub fn leave(&self) {
-        self.left.store(true, Ordering::Relaxed);
-    }
-
-    /// Detaches programs from devices of a vnetd that has died and that are not attached again, and lists these devices. Devices of
-    /// the underlay are not listed: they are not vnetd's own.
-    pub fn forget_unclaimed(&self) -> collections::HashSet<u32> {
-        let underlay = std::mem::take(&mut *self.unclaimed_underlay.lock());
-        if let Ok(pins) = &self.pins {
-            underlay.iter().for_each(|device| _ = std::fs::remove_file(pins.underlay(*device)));
-        }
-        let unclaimed = std::mem::take(&mut *self.unclaimed.lock());
-        let mut ports = self.ports.lock();
-        for device in &unclaimed {
-            // Either entry is absent if that vnetd died while it attached or detached.
-            let _ = ports.remove(device);
-            if let Ok(pins) = &self.pins {
-                let _ = std::fs::remove_file(pins.link(*device));
-            }
-        }
-        unclaimed
     }
 
     /// Whether the generation and the versions of `terms` are current.
@@ -560,17 +532,6 @@ pub(crate) fn now_ns() -> u64 {
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }
 
-/// Removes the pinned objects of a vnetd that has died, and lists its devices.
-pub(crate) fn forget(options: &PinOptions) -> Vec<u32> {
-    if !options.exist() {
-        return vec![];
-    }
-    let Ok(pins) = Pins::open(options, OBJECT) else { return vec![] };
-    let devices = pins.devices();
-    pins.remove();
-    devices
-}
-
 fn lacks(name: &str) -> KernelError {
     KernelError::Memory(io::Error::other(format!("the object has no '{name}'")))
 }
@@ -590,6 +551,10 @@ pub struct Attached {
 
 impl Drop for Attached {
     fn drop(&mut self) {
+        if self.kernel.left.load(Ordering::Relaxed) {
+            // The running vnetd uses the same pins and ports.
+            return std::mem::take(&mut self.hooks).into_iter().for_each(std::mem::forget);
+        }
         self.hooks.clear();
         let mut ports = self.kernel.ports.lock();
         for device in &self.devices {

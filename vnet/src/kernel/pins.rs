@@ -13,7 +13,7 @@
 use std::fs::File;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io;
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -78,6 +78,13 @@ pub(super) struct Pins {
     mounted: Option<PathBuf>,
 }
 
+/// The name of the folder of maps for programs of this `object`.
+fn version(object: &[u8]) -> String {
+    let mut hasher = DefaultHasher::new();
+    object.hash(&mut hasher);
+    format!("{:016x}", hasher.finish())
+}
+
 impl Pins {
     /// Opens the folder of this host in the calling thread's network namespace, for programs of this `object`.
     ///
@@ -93,9 +100,7 @@ impl Pins {
         locked.map_err(|_| {
             io::Error::other(format!("another vnetd of this host's name uses '{}'", folder.display()))
         })?;
-        let mut hasher = DefaultHasher::new();
-        object.hash(&mut hasher);
-        let maps = folder.join(format!("{:016x}", hasher.finish()));
+        let maps = folder.join(version(object));
         let adopted = MAPS.iter().all(|name| maps.join(name).exists());
         // Attached programs keep maps of other versions alive until the programs are replaced.
         for other in entries(&folder)?.filter(|path| path.is_dir() && (*path != maps || !adopted)) {
@@ -110,6 +115,39 @@ impl Pins {
                 .for_each(|device| _ = std::fs::remove_file(pins.underlay(device)));
         }
         Ok(pins)
+    }
+
+    /// Opens the folder while the running vnetd still uses it, which hands over its `lock`, and whether it has `mounted` the file system.
+    /// Changes nothing.
+    ///
+    /// # Errors
+    /// The running vnetd's programs are of another version: they would follow flows that this vnetd does not know.
+    pub(super) fn inherit(
+        options: &PinOptions,
+        object: &[u8],
+        lock: OwnedFd,
+        mounted: bool,
+    ) -> io::Result<Pins> {
+        let folder = options.folder()?;
+        if !folder.exists() {
+            let place = folder.display();
+            return Err(io::Error::other(format!(
+                "'{place}' of the running vnetd is not there; start this vnetd in the same mount namespace"
+            )));
+        }
+        let maps = folder.join(version(object));
+        if !MAPS.iter().all(|name| maps.join(name).exists()) {
+            return Err(io::Error::other(
+                "the running vnetd has other kernel programs than this version; restart it instead of a take-over",
+            ));
+        }
+        let mounted = mounted.then(|| options.bpffs.clone());
+        Ok(Pins { folder, maps, adopted: true, lock: lock.into(), mounted })
+    }
+
+    /// The folder's lock, and whether this vnetd has mounted the file system.
+    pub(super) fn lock(&self) -> (BorrowedFd<'_>, bool) {
+        (self.lock.as_fd(), self.mounted.is_some())
     }
 
     /// File of a map.

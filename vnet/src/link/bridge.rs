@@ -1,6 +1,7 @@
 //! The part of all links that one dispatcher owns: its sockets, a sender and receivers.
 
 use std::net::SocketAddr;
+use std::os::fd::AsFd;
 use std::sync::Arc;
 
 use super::link::{Kind, Link};
@@ -18,6 +19,7 @@ use super::socket::udp::{Socket, set};
 use super::vxlan::send::VxlanSender;
 use super::vxlan::source_ports::SourcePorts;
 use crate::frame::{DropSink, Selection};
+use crate::inherit::{self, Inheritance};
 use crate::listen::until_free;
 use crate::stats::{DropReason, PortStats};
 use crate::wire::native::HOPS_MAX;
@@ -38,12 +40,26 @@ pub struct Bridge {
 
 impl Bridge {
     /// Makes the bridges of one host listen for VXLAN on `listen`. They share the port as in [`Bridge::bind_group`].
-    pub fn add_vxlan(bridges: &mut [Bridge], listen: SocketAddr) -> Result<(), BridgeError> {
+    /// With `inheritance`, the sockets are those of a running vnetd.
+    pub fn add_vxlan(
+        bridges: &mut [Bridge],
+        listen: SocketAddr,
+        inheritance: Option<&Inheritance>,
+    ) -> Result<(), BridgeError> {
         let failed = |error| BridgeError::new("[bridge] vxlan_listen", listen, error);
-        drop(until_free(|| Socket::bind(listen, false)).map_err(failed)?);
+        if inheritance.is_none() {
+            drop(until_free(|| Socket::bind(listen, false)).map_err(failed)?);
+        }
         let shared = bridges.len() > 1;
+        let open = |index| match inheritance {
+            Some(inheritance) => inheritance
+                .take_one(&inherit::vxlan(index))
+                .ok_or_else(|| std::io::Error::other("the running vnetd does not hand over the socket"))
+                .and_then(Socket::inherit),
+            None => Socket::bind(listen, shared),
+        };
         for (index, bridge) in bridges.iter_mut().enumerate() {
-            let socket = Arc::new(Socket::bind(listen, shared).map_err(failed)?);
+            let socket = Arc::new(open(index).map_err(failed)?);
             // Without this option, a group's datagrams reach every socket on the host, members or not.
             set(&socket, libc::SOL_IP, libc::IP_MULTICAST_ALL, 0).map_err(failed)?;
             bridge.vxlan_rx = Some(bridge.receivers.vxlan(socket, index == 0));
@@ -80,12 +96,40 @@ impl Bridge {
         stats: &Arc<PortStats>,
         budget: &Arc<ReassemblyBudget>,
     ) -> Result<Vec<Bridge>, BridgeError> {
-        let sockets = ports::bind_group(listen, ports, dispatchers)?;
+        Ok(Bridge::group(ports::bind_group(listen, ports, dispatchers)?, stats, budget))
+    }
+
+    /// The bridges of a running vnetd that [`Bridge::bind_group`] has made with the same address, number of ports and dispatchers, from the
+    /// sockets that it hands over.
+    pub fn inherit_group(
+        inheritance: &Inheritance,
+        (listen, ports): (SocketAddr, u16),
+        dispatchers: usize,
+        stats: &Arc<PortStats>,
+        budget: &Arc<ReassemblyBudget>,
+    ) -> Result<Vec<Bridge>, BridgeError> {
+        Ok(Bridge::group(ports::inherit_group(inheritance, listen, ports, dispatchers)?, stats, budget))
+    }
+
+    /// Bridges with the sockets of each dispatcher, see [`Bridge::bind_group`].
+    fn group(
+        sockets: Vec<Vec<Arc<Socket>>>,
+        stats: &Arc<PortStats>,
+        budget: &Arc<ReassemblyBudget>,
+    ) -> Vec<Bridge> {
         let bridge = |(dispatcher, own): (usize, Vec<Arc<Socket>>)| {
             let native_from = usize::from(dispatcher > 0 && own.len() > 1);
             Bridge::new(own, native_from, stats.clone(), budget.clone())
         };
-        Ok(sockets.into_iter().enumerate().map(bridge).collect())
+        sockets.into_iter().enumerate().map(bridge).collect()
+    }
+
+    /// The sockets of dispatcher `id`, by their names in an [`Inheritance`].
+    pub(crate) fn descriptors(&self, id: usize) -> Vec<(String, Arc<dyn AsFd + Send + Sync>)> {
+        let own = self.tx.sockets.iter().enumerate();
+        let own = own.map(|(index, socket)| (inherit::bridge(id, index), socket.clone() as Arc<_>));
+        let vxlan = self.vxlan_rx.iter().map(|receiver| (inherit::vxlan(id), receiver.socket() as Arc<_>));
+        own.chain(vxlan).collect()
     }
 
     fn new(

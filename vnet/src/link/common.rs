@@ -127,6 +127,13 @@ impl Common {
     }
 }
 
+/// Seeds the random numbers that links need, which takes twenty milliseconds: aws-lc gathers entropy when it is first asked. Otherwise the
+/// first link does that.
+pub fn seed() {
+    // A link reports a failure itself.
+    let _ = aws_lc_rs::rand::fill(&mut [0]);
+}
+
 /// First datagram number of a link: the time in nanoseconds. So numbers keep rising across restarts of the host and
 /// reconfiguration of the link, at any rate below 10^9 datagrams/s, and the peer never takes a new datagram for an old one. (A
 /// peer may also start at 1; native/reassembly.rs distinguishes that from a late datagram.)

@@ -53,6 +53,7 @@ pub mod vxlan;
 pub use bridge::{Bridge, Sender};
 pub use common::Common;
 use common::first_number;
+pub(crate) use common::seed;
 pub use limits::{DIRECT_MAX, HOPS_UNKNOWN, PATH_MTU_MIN, UDP_PAYLOAD_MAX};
 pub use link::{Link, Tunnel};
 pub use native::direct_ports::{DirectOffer, DirectPort, DirectState};

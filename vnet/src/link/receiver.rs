@@ -135,6 +135,10 @@ impl Receiver {
         self.socket.local()
     }
 
+    pub(in crate::link) fn socket(&self) -> Arc<Socket> {
+        self.socket.clone()
+    }
+
     /// Descriptor of the socket, for setting options.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
@@ -352,6 +356,11 @@ impl Source for Receiver {
 
     fn rest(&mut self) -> bool {
         self.emptied && self.progress.is_done() && !self.unwatched
+    }
+
+    fn is_unfinished(&self) -> bool {
+        let assembles = matches!(&self.kind, For::Bridge(assembly) if assembly.is_incomplete());
+        assembles || !self.progress.is_done()
     }
 
     /// Drops timed-out incomplete frames and those of removed links; joins multicast groups of new links.

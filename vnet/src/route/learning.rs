@@ -25,6 +25,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering};
 
 use parking_lot::{Mutex, MutexGuard};
+use serde::{Deserialize, Serialize};
 
 use super::addresses::{Address, Addresses, Heard, ShareKey};
 use super::conflicts::{Conflict, Conflicts};
@@ -129,7 +130,7 @@ impl Versions {
         self.word(bucket).load(Ordering::Acquire)
     }
 
-    fn advance(&self, bucket: u16) {
+    pub(super) fn advance(&self, bucket: u16) {
         self.word(bucket).fetch_add(1, Ordering::Release);
     }
 }
@@ -197,7 +198,7 @@ pub struct LearnedEntry {
 }
 
 /// Counters of [`Learned`].
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LearnedStats {
     /// Addresses in the store; some may have expired since the last insertion.
     pub entries: u64,
@@ -237,11 +238,11 @@ pub(super) struct Met {
 }
 
 /// What a claim did.
-struct Noted {
+pub(super) struct Noted {
     /// Time until which repeating the claim would change nothing, as long as the bucket's version stays the same.
     until_ms: u64,
     /// True when the bucket's version must advance.
-    changed: bool,
+    pub(super) changed: bool,
     /// True when the address was not known at this port.
     is_new: bool,
 }
@@ -255,12 +256,12 @@ struct Limits {
 }
 
 /// State behind the lock.
-struct Book {
-    addresses: Addresses,
+pub(super) struct Book {
+    pub(super) addresses: Addresses,
     limits: Limits,
     /// Number of addresses learned at links.
     at_links: u32,
-    stats: LearnedStats,
+    pub(super) stats: LearnedStats,
     housekeeping_at_ms: u64,
     /// Addresses that two stations use.
     conflicts: Conflicts,
@@ -274,7 +275,7 @@ struct Book {
 ///
 /// Times are milliseconds of one monotonic clock; dispatchers may differ a little.
 pub struct Learned {
-    book: Mutex<Book>,
+    pub(super) book: Mutex<Book>,
     pub(super) versions: Versions,
     pub(super) storm: Storm,
     seed: Seed,
@@ -330,7 +331,7 @@ impl Learned {
         }
     }
 
-    fn bucket(&self, network: NetworkId, mac: Mac) -> u16 {
+    pub(super) fn bucket(&self, network: NetworkId, mac: Mac) -> u16 {
         let hash = self.seed.hash(u64::from(network.get()), mac.to_u64());
         (hash as usize & (BUCKETS - 1)) as u16
     }
@@ -432,7 +433,7 @@ impl Learned {
 
     /// Copies the addresses page by page: dispatchers wait for the lock, and a full table would hold it for milliseconds. An address
     /// keeps its place, so each that stays meanwhile is in exactly one page.
-    fn copy(&self) -> Vec<Address> {
+    pub(super) fn copy(&self) -> Vec<Address> {
         let mut all = vec![];
         for page in 0.. {
             all.reserve(PAGE);
@@ -477,7 +478,7 @@ impl Book {
     }
 
     /// Learns a claim.
-    fn learn(&mut self, network: NetworkId, claim: Claim) -> Noted {
+    pub(super) fn learn(&mut self, network: NetworkId, claim: Claim) -> Noted {
         let heard = claim.heard;
         let noted = |until_ms, changed, is_new| Noted { until_ms, changed, is_new };
         let refresh_ms = |heard: &Heard| heard.expires_ms.min(heard.at_ms + REFRESH_MS);

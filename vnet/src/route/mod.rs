@@ -29,6 +29,7 @@ mod oracle;
 mod port_security;
 mod published;
 mod rule;
+mod sightings;
 mod storm_limit;
 mod table;
 #[cfg(test)]
@@ -48,6 +49,7 @@ pub use published::Published;
 pub use rule::{
     AGEING_S, Flow, Member, NetworkSpec, Networks, PortKind, Qualifier, QualifierError, Rule, RuleSource,
 };
+pub use sightings::{SIGHTINGS_MAX, Sighting};
 pub use storm_limit::STORM_FRAMES_PER_S;
 pub use table::Table;
 pub use trace::{By, Explanation, explain};

@@ -4,6 +4,7 @@
 //! drops` holds whenever the dispatchers are between two batches. Links also count datagrams: one that brings no part of a
 //! frame into the core is discarded under one reason, outside that sum.
 
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
@@ -299,6 +300,64 @@ impl PortStats {
         self.out_bytes.add(bytes);
     }
 
+    /// All counters with their names: those of the fields, `drop.REASON` and `discard.REASON`.
+    fn named(&self) -> impl Iterator<Item = (String, &Counter)> {
+        macro_rules! counters {
+            ($($($field:ident).+),* $(,)?) => {
+                [$((concat!($(".", stringify!($field)),+), &self.$($field).+)),*]
+            };
+        }
+        let fields = counters![
+            in_frames,
+            in_bytes,
+            out_frames,
+            out_bytes,
+            copies,
+            answers,
+            notifications,
+            kicks,
+            interrupts.early,
+            interrupts.early_at_arrival,
+            interrupts.early_mispredicted,
+            interrupts.early_discarded,
+            interrupts.early_premature,
+            interrupts.coalesced_injected,
+            interrupts.coalesced_withheld,
+            zero_copy.sent,
+            zero_copy.copied,
+            zero_copy.fallen_back,
+            direct_in_place,
+            direct_copied_out,
+            direct_refused,
+            in_datagrams,
+            out_datagrams,
+        ];
+        let fields = fields.into_iter().map(|(name, counter)| (name[1..].to_owned(), counter));
+        let drops = DropReason::ALL.iter().zip(&self.drops);
+        let drops = drops.map(|(reason, counter)| (format!("drop.{}", reason.name()), counter));
+        let discards = DiscardReason::ALL.iter().zip(&self.discards);
+        let discards = discards.map(|(reason, counter)| (format!("discard.{}", reason.name()), counter));
+        fields.chain(drops).chain(discards)
+    }
+
+    /// All counters that are not zero, by name.
+    pub fn read(&self) -> BTreeMap<String, u64> {
+        self.named().map(|(name, counter)| (name, counter.get())).filter(|(_, count)| *count != 0).collect()
+    }
+
+    /// Adds what another process has counted for this port ([`PortStats::read`]).
+    ///
+    /// # Errors
+    /// The name of a counter that does not exist here; nothing is added.
+    pub fn resume(&self, counts: &BTreeMap<String, u64>) -> Result<(), String> {
+        let counters: BTreeMap<_, _> = self.named().collect();
+        if let Some(unknown) = counts.keys().find(|name| !counters.contains_key(*name)) {
+            return Err(unknown.clone());
+        }
+        counters.into_iter().for_each(|(name, counter)| counter.add(counts.get(&name).copied().unwrap_or(0)));
+        Ok(())
+    }
+
     /// Frames dropped for `reason`.
     pub fn drops(&self, reason: DropReason) -> u64 {
         self.drops[reason as usize].get()
@@ -318,6 +377,25 @@ impl PortStats {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn another_process_goes_on_with_the_counters() {
+        let (before, after) = (PortStats::default(), PortStats::default());
+        before.delivered(3, 300);
+        before.drop_frames(DropReason::NoRoute, 2);
+        before.discard(DiscardReason::Stale, 1);
+        before.interrupts.early.add(7);
+        let counts = before.read();
+        let names: Vec<_> = counts.keys().map(String::as_str).collect();
+        assert_eq!(names, ["discard.stale", "drop.no_route", "interrupts.early", "out_bytes", "out_frames"]);
+        after.delivered(1, 60);
+        after.resume(&counts).unwrap();
+        assert_eq!(after.read()["out_frames"], 4);
+        assert_eq!((after.drops(DropReason::NoRoute), after.discards(DiscardReason::Stale)), (2, 1));
+        let unknown = BTreeMap::from([("out_frames".to_owned(), 1), ("drop.of_the_future".to_owned(), 1)]);
+        assert_eq!(after.resume(&unknown), Err("drop.of_the_future".to_owned()));
+        assert_eq!(after.out_frames.get(), 4, "nothing was added");
+    }
 
     #[test]
     fn the_last_sender_is_remembered_for_a_while() {

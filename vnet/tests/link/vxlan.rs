@@ -20,7 +20,7 @@ const ROOM: usize = 1500 - 20 - 8 - 8;
 fn host(vteps: &[SocketAddr]) -> (Host, SocketAddr) {
     let (bridge, unknown) = bridge("127.0.0.1:0");
     let mut bridges = [bridge];
-    Bridge::add_vxlan(&mut bridges, "127.0.0.1:0".parse().unwrap()).unwrap();
+    Bridge::add_vxlan(&mut bridges, "127.0.0.1:0".parse().unwrap(), None).unwrap();
     let [bridge] = bridges;
     let listen = bridge.vxlan_rx.as_ref().unwrap().local_addr();
     let flood = vteps[1..].iter().map(SocketAddr::ip).collect();

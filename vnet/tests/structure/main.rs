@@ -31,24 +31,40 @@ const FRAME_WAY: [&str; 5] = ["source.rs", "interface", "dispatch", "link", "ker
 const LONG_FUNCTIONS: [(&str, &str, &str); 0] = [];
 
 /// The rooms of the data plane that each room may name. `wire` may name no room, `dispatch` all of them.
-const ROOMS: [(&str, &[&str]); 18] = [
+const ROOMS: [(&str, &[&str]); 19] = [
     ("wire", &[]),
     ("poll", &[]),
     ("stats", &[]),
     ("scratch", &[]),
     ("copy", &[]),
-    ("unix", &[]),
+    ("unix", &["inherit"]),
     ("netlink", &[]),
     ("log_limit", &[]),
     ("listen", &[]),
     ("threads", &[]),
+    ("inherit", &[]),
     ("frame", &["wire", "scratch", "copy", "stats"]),
     ("source", &["frame", "poll", "wire"]),
-    ("interface", &["source", "frame", "wire", "poll", "stats", "unix", "netlink", "copy", "log_limit"]),
+    (
+        "interface",
+        &["source", "frame", "wire", "poll", "stats", "unix", "netlink", "copy", "log_limit", "inherit"],
+    ),
     ("route", &["frame", "wire", "stats", "log_limit"]),
     (
         "link",
-        &["source", "frame", "wire", "poll", "stats", "netlink", "scratch", "log_limit", "listen", "threads"],
+        &[
+            "source",
+            "frame",
+            "wire",
+            "poll",
+            "stats",
+            "netlink",
+            "scratch",
+            "log_limit",
+            "listen",
+            "threads",
+            "inherit",
+        ],
     ),
     ("capture", &["frame", "wire", "stats"]),
     ("kernel", &["frame", "wire", "stats", "listen"]),
@@ -66,6 +82,7 @@ const ROOMS: [(&str, &[&str]); 18] = [
             "capture",
             "kernel",
             "threads",
+            "inherit",
         ],
     ),
 ];

@@ -5,7 +5,7 @@
 //! other frame. Nothing is written to the TAP, and its own program keeps its frames from the host's network stack.
 
 use std::fs::File;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use super::packet::{self, LocalError};
 use crate::interface::device;
@@ -18,7 +18,12 @@ pub(super) struct Copies {
     /// Receives the copies.
     pub(super) socket: OwnedFd,
     /// The TAP is removed with its last descriptor.
-    _queues: Vec<File>,
+    queues: Vec<File>,
+}
+
+/// One name for each device, so that two vnetd processes cannot both forward its frames.
+fn name(index: libc::c_int) -> String {
+    format!("vnetl{index:x}")
 }
 
 impl Copies {
@@ -27,9 +32,8 @@ impl Copies {
     /// # Errors
     /// The kernel cannot forward frames of the device, or refused a step.
     pub(super) fn open(device: &str, index: libc::c_int) -> Result<Copies, LocalError> {
-        // One name for each device, so that two vnetd processes cannot both forward its frames.
         let options = TapOptions {
-            device: format!("vnetl{index:x}"),
+            device: name(index),
             netns: None,
             mac: None,
             mac_before: None,
@@ -46,6 +50,22 @@ impl Copies {
             let hint = format!("its device merges TCP frames (LRO): 'ethtool -K {device} lro off'");
             return Err(LocalError::NoKernelPath(hint));
         }
-        Ok(Copies { tap: (name, tap_index), socket, _queues: queues })
+        Ok(Copies { tap: (name, tap_index), socket, queues })
+    }
+
+    /// Those of a running vnetd for the device of number `index`: the TAP, and its packet socket.
+    ///
+    /// # Errors
+    /// The TAP is gone.
+    pub(super) fn inherit(index: libc::c_int, [tap, socket]: [OwnedFd; 2]) -> Result<Copies, LocalError> {
+        let name = name(index);
+        let gone = || LocalError::NoKernelPath(format!("TAP '{name}' is gone"));
+        let tap_index = tap::device_index(&name).ok_or_else(gone)?;
+        Ok(Copies { tap: (name, tap_index), socket, queues: vec![tap.into()] })
+    }
+
+    /// What [`Copies::inherit`] takes.
+    pub(super) fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.queues.iter().map(File::as_fd).chain([self.socket.as_fd()])
     }
 }

@@ -35,13 +35,13 @@ use parking_lot::Mutex;
 
 use self::copies::Copies;
 pub use self::packet::LocalError;
-use self::packet::{Packet, PacketBurst};
+use self::packet::{Packet, PacketBurst, PacketSocket};
 use self::subscriptions::Subscriptions;
 use crate::frame::{Batch, DropSink, FRAME_MAX, Origin, Segment, Selection};
 use crate::interface::device::{self, Home, OnDevice};
 use crate::interface::frame_writer::FrameWriter;
 use crate::interface::netns::Netns;
-use crate::interface::{Interface, KernelDevice, LeadsTo, State, exceeds_mtu};
+use crate::interface::{Handed, Interface, KernelDevice, LeadsTo, State, exceeds_mtu};
 use crate::poll::Waker;
 use crate::source::{Source, Taken};
 use crate::stats::{DiscardReason, DropReason, PortStats};
@@ -102,16 +102,43 @@ impl Local {
         let open = || packet::open(&options.device, options.promiscuous, !options.kernel_path);
         let (home, opened) = Home::enter(options.netns.as_ref(), open)?;
         let opened = opened?;
+        let copies =
+            if options.kernel_path { Some(Copies::open(&options.device, opened.index)?) } else { None };
+        Ok(Local::of(options, home, opened, copies, (origin, stats)))
+    }
+
+    /// The local network of a running vnetd, which hands over its packet socket, and with `options.kernel_path` the TAP for copies and its
+    /// packet socket.
+    ///
+    /// # Errors
+    /// The device is gone.
+    pub fn inherit(
+        options: &LocalOptions,
+        socket: OwnedFd,
+        copies: Option<[OwnedFd; 2]>,
+        (origin, stats): (Origin, Arc<PortStats>),
+    ) -> Result<Arc<Local>, LocalError> {
+        let open = || packet::inherit(&options.device, socket);
+        let (home, opened) = Home::enter(options.netns.as_ref(), open)?;
+        let opened = opened?;
+        let copies = copies.map(|files| Copies::inherit(opened.index, files)).transpose()?;
+        Ok(Local::of(options, home, opened, copies, (origin, stats)))
+    }
+
+    fn of(
+        options: &LocalOptions,
+        home: Home,
+        opened: PacketSocket,
+        copies: Option<Copies>,
+        (origin, stats): (Origin, Arc<PortStats>),
+    ) -> Arc<Local> {
         let mtu = options.mtu.min(opened.mtu);
-        let kernel = if options.kernel_path {
-            let copies = Copies::open(&options.device, opened.index)?;
+        let kernel = copies.map(|copies| {
             let (host, tap) = ((options.device.clone(), opened.index as u32), copies.tap.clone());
             let (mac, leads_to) = (opened.mac, LeadsTo::Outside);
-            Some((KernelDevice { host, tap, mac, mtu: mtu.into(), leads_to, pair: None }, copies))
-        } else {
-            None
-        };
-        Ok(Arc::new(Local {
+            (KernelDevice { host, tap, mac, mtu: mtu.into(), leads_to, pair: None }, copies)
+        });
+        Arc::new(Local {
             device: options.device.clone(),
             home,
             index: opened.index,
@@ -126,7 +153,7 @@ impl Local {
             kernel,
             stopped: AtomicBool::new(false),
             scratch: Mutex::new(vec![0; FRAME_MAX].into_boxed_slice()),
-        }))
+        })
     }
 
     /// The socket that receives the LAN's frames.
@@ -321,6 +348,12 @@ impl Interface for Local {
 
     fn stop(&self) {
         self.stopped.store(true, Relaxed);
+    }
+
+    fn hand_over(&self) -> Result<Handed<'_>, String> {
+        let own = ("packet", self.socket.as_fd());
+        let copies = self.kernel.iter().flat_map(|(_, copies)| copies.descriptors());
+        Handed::files(std::iter::once(own).chain(copies.map(|file| ("copies", file))))
     }
 
     fn expect(&self, macs: &[Mac]) {

@@ -115,6 +115,14 @@ pub(super) fn open(device_name: &str, promiscuous: bool, listens: bool) -> Resul
     Ok(PacketSocket { socket, index, mac, mtu })
 }
 
+/// The device of a running vnetd, which hands over its `socket`; in the network namespace of the calling thread.
+pub(super) fn inherit(device: &str, socket: OwnedFd) -> Result<PacketSocket, LocalError> {
+    let fail = |error| LocalError::step("look at", device, error);
+    let sight = device::see(&socket, device).map_err(fail)?;
+    let mac = device::mac(&socket, device).map_err(fail)?;
+    Ok(PacketSocket { socket, index: sight.index, mac, mtu: sight.mtu })
+}
+
 /// A socket that receives all frames that reach a device.
 pub(super) fn listen(device: &str, index: libc::c_int) -> Result<OwnedFd, LocalError> {
     let fail = |(step, error)| LocalError::step(step, device, error);

@@ -86,7 +86,7 @@ pub struct Sideband {
     steers: AtomicBool,
     rate: Mutex<Rate>,
     /// For frames to the guest.
-    batch: Mutex<Batch>,
+    pub(super) batch: Mutex<Batch>,
     is_stopped: AtomicBool,
 }
 

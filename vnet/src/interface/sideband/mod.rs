@@ -29,7 +29,7 @@ pub use self::channel::{CONTROL_MAX, ETHERTYPE, GROUP, OWN, PORT_BYTES, PORTS_MA
 pub use self::mailbox::Message;
 use self::source::SidebandSource;
 use super::virtqueue::window::Loans;
-use super::{Coalesce, Interface, KernelDevice, Land, OnDevice, State};
+use super::{Coalesce, Handed, Interface, KernelDevice, Land, OnDevice, State};
 use crate::frame::{DropSink, Selection};
 use crate::source::Source;
 use crate::wire::ethernet::Mac;
@@ -103,6 +103,18 @@ impl Interface for WithSideband {
 
     fn settle(&self) {
         self.0.inner.settle();
+    }
+
+    fn hand_over(&self) -> Result<Handed<'_>, String> {
+        Ok(Handed { quiet: Some(self.0.batch.lock()), ..self.0.inner.hand_over()? })
+    }
+
+    fn start(&self) {
+        self.0.inner.start();
+    }
+
+    fn go_on(&self) {
+        self.0.inner.go_on();
     }
 
     fn may_be_answered(&self) -> bool {

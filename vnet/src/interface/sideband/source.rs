@@ -105,6 +105,14 @@ impl Source for SidebandSource {
         self.inner.resume();
     }
 
+    fn is_unfinished(&self) -> bool {
+        self.inner.is_unfinished()
+    }
+
+    fn is_held(&self) -> bool {
+        self.inner.is_held()
+    }
+
     fn polls(&self) -> bool {
         self.inner.polls()
     }

@@ -9,7 +9,7 @@ use std::fs::File;
 use std::io::{IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
 use std::net::Shutdown;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -57,13 +57,19 @@ pub(super) struct Stop {
     /// An eventfd that wakes the control thread.
     bell: OwnedFd,
     /// The connection being served: shutting it down ends blocked reads and writes.
-    stream: Mutex<Option<UnixStream>>,
+    serving: Mutex<Option<Served>>,
+}
+
+/// A connection with a front end.
+struct Served {
+    stream: UnixStream,
+    session: Arc<sync::Mutex<Session>>,
 }
 
 impl Stop {
     pub(super) fn new() -> std::io::Result<Stop> {
         let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        Ok(Stop { requested: AtomicBool::new(false), bell, stream: Mutex::new(None) })
+        Ok(Stop { requested: AtomicBool::new(false), bell, serving: Mutex::new(None) })
     }
 
     /// Requests that the control thread stop.
@@ -71,7 +77,7 @@ impl Stop {
         self.requested.store(true, Ordering::SeqCst);
         // The bell is never read, so its counter cannot be full.
         let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
-        if let Some(stream) = &*self.stream.lock() {
+        if let Some(Served { stream, .. }) = &*self.serving.lock() {
             // Fails only if the connection has already ended.
             let _ = stream.shutdown(Shutdown::Both);
         }
@@ -82,14 +88,22 @@ impl Stop {
     }
 
     /// Registers the connection being served. Returns false if a stop has been requested.
-    fn serve(&self, stream: UnixStream) -> bool {
-        *self.stream.lock() = Some(stream);
-        !self.is_requested()
+    fn serve(&self, connection: &Connection) -> std::io::Result<bool> {
+        let (stream, session) = (connection.ours.try_clone()?, connection.session.clone());
+        *self.serving.lock() = Some(Served { stream, session });
+        Ok(!self.is_requested())
+    }
+
+    /// Runs `look` on the connection being served, and on what its front end has said.
+    pub(super) fn served<R>(&self, look: impl FnOnce(&UnixStream, &Session) -> R) -> Option<R> {
+        let serving = self.serving.lock();
+        let Served { stream, session } = serving.as_ref()?;
+        Some(look(stream, &locked(session)))
     }
 
     /// Ends the connection being served. Descriptors that the front end sent may still be in flight on it.
     fn end(&self) {
-        let Some(stream) = self.stream.lock().take() else { return };
+        let Some(Served { stream, .. }) = self.serving.lock().take() else { return };
         // Tells the front end now, even if the closer blocks.
         let _ = stream.shutdown(Shutdown::Both);
         closer::close(stream);
@@ -113,11 +127,23 @@ impl Stop {
     }
 }
 
-/// Body of the control thread.
-pub(super) fn run(device: &Arc<Device>, endpoint: &Endpoint, stop: &Stop) {
+/// Body of the control thread. It serves `first`, if there is one, before other front ends.
+pub(super) fn run(device: &Arc<Device>, endpoint: &Endpoint, stop: &Stop, mut first: Option<Connection>) {
     let path = device.options.socket.display();
     let (mut backoff, mut log_limit) = (Backoff::default(), LogLimit::default());
-    while let Some((stream, peer)) = next_front_end(device, endpoint, stop, &mut backoff) {
+    loop {
+        if let Some(connection) = first.take() {
+            let result = serve(device, endpoint, Ok(connection), stop);
+            end(device, stop);
+            match result {
+                Ok(()) => tracing::info!(%path, "QEMU (vhost-user front end) disconnected"),
+                Err(error) => tracing::warn!(
+                    %path,
+                    "front end broke the vhost-user protocol, connection dropped: {error}"
+                ),
+            }
+        }
+        let Some((stream, peer)) = next_front_end(device, endpoint, stop, &mut backoff) else { return };
         // A front end that reconnects in a loop causes one pair of log lines per second.
         let logged = log_limit.allow();
         if let Some(suppressed) = logged {
@@ -128,9 +154,9 @@ pub(super) fn run(device: &Arc<Device>, endpoint: &Endpoint, stop: &Stop) {
                 .to_owned(),
         );
         let began = Instant::now();
-        let result = serve(device, endpoint, (stream, peer), stop);
-        stop.end();
-        device.reset_all();
+        let connection = Connection::new(device.clone(), stream, peer);
+        let result = serve(device, endpoint, connection, stop);
+        end(device, stop);
         let lasted = began.elapsed() >= BACKOFF_MAX;
         match result {
             Ok(()) if lasted || logged.is_some() => {
@@ -152,6 +178,13 @@ pub(super) fn run(device: &Arc<Device>, endpoint: &Endpoint, stop: &Stop) {
             stop.wait(&[], Some(pause));
         }
     }
+}
+
+/// Ends a connection.
+fn end(device: &Device, stop: &Stop) {
+    let _turn = device.turn.lock();
+    stop.end();
+    device.reset_all();
 }
 
 /// Exponential backoff: each pause is twice as long as the previous one, up to [`BACKOFF_MAX`].
@@ -245,15 +278,19 @@ fn wait_for_message(device: &Device, endpoint: &Endpoint, ours: &UnixStream, sto
 fn serve(
     device: &Arc<Device>,
     endpoint: &Endpoint,
-    (stream, peer): (UnixStream, Peer),
+    connection: Result<Connection>,
     stop: &Stop,
 ) -> Result<()> {
-    let ours = stream.try_clone().map_err(Error::SocketError)?;
-    if !stop.serve(stream.try_clone().map_err(Error::SocketError)?) {
-        return Ok(());
+    let mut connection = connection?;
+    let ours = connection.ours.try_clone().map_err(Error::SocketError)?;
+    {
+        let _turn = device.turn.lock();
+        if !stop.serve(&connection).map_err(Error::SocketError)? {
+            return Ok(());
+        }
     }
-    let mut connection = Connection::new(device.clone(), stream, peer)?;
     while wait_for_message(device, endpoint, &ours, stop) {
+        let _turn = device.turn.lock();
         match connection.message() {
             Ok(true) => {}
             Ok(false) => return Ok(()),
@@ -265,10 +302,15 @@ fn serve(
     Ok(())
 }
 
+/// The session is used by the control thread, and by another one while no message is handled.
+fn locked(session: &sync::Mutex<Session>) -> sync::MutexGuard<'_, Session> {
+    session.lock().expect("a panic ends the process")
+}
+
 /// A connection with a front end.
 pub(super) struct Connection {
     ours: UnixStream,
-    /// Crate `vhost` implements its handler trait for the standard library's mutex only. One thread alone locks it.
+    /// Crate `vhost` implements its handler trait for the standard library's mutex only.
     session: Arc<sync::Mutex<Session>>,
     handler: BackendReqHandler<sync::Mutex<Session>>,
 }
@@ -278,6 +320,22 @@ impl Connection {
         let ours = stream.try_clone().map_err(Error::SocketError)?;
         let session = Arc::new(sync::Mutex::new(Session::new(device, peer)));
         Ok(Connection { ours, handler: BackendReqHandler::from_stream(stream, session.clone()), session })
+    }
+
+    /// What the front end has said.
+    pub(super) fn session(&self) -> sync::MutexGuard<'_, Session> {
+        locked(&self.session)
+    }
+
+    /// Goes on with `stream` instead of the socket `place` on which the connection was created.
+    pub(super) fn move_to(&mut self, stream: UnixStream, place: RawFd) -> Result<()> {
+        // SAFETY: `place` is the handler's socket, which stays open as long as the handler and is used by this thread alone. The call
+        // replaces the file behind it in one step, so the handler owns an open descriptor before and after.
+        if unsafe { libc::dup3(stream.as_raw_fd(), place, libc::O_CLOEXEC) } < 0 {
+            return Err(Error::SocketError(std::io::Error::last_os_error()));
+        }
+        self.ours = stream;
+        Ok(())
     }
 
     /// Handles the next message, and waits for the rest of it. Returns false at the end of the connection.
@@ -291,7 +349,7 @@ impl Connection {
         let code = u32::from_ne_bytes([message[0], message[1], message[2], message[3]]);
         let request = FrontendReq::try_from(code).ok();
         let ours = &mut self.ours;
-        let session = || self.session.lock().expect("only this thread locks it");
+        let session = || locked(&self.session);
         let result = match request {
             Some(
                 request @ (FrontendReq::SET_VRING_ENABLE | FrontendReq::SEND_RARP | FrontendReq::NET_SET_MTU),
@@ -314,7 +372,7 @@ impl Connection {
 }
 
 /// An error's message, without the prefix that the crate adds to vnet's errors.
-fn text(error: &Error) -> String {
+pub(super) fn text(error: &Error) -> String {
     match error {
         Error::ReqHandlerError(ours) => ours.to_string(),
         other => other.to_string(),

@@ -256,6 +256,12 @@ impl Event {
     }
 }
 
+impl AsFd for Event {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.file.as_fd()
+    }
+}
+
 /// An eventfd by which the guest notifies vnetd.
 #[derive(Clone, Debug)]
 pub(super) struct KickEvent(Arc<(File, Patience)>);

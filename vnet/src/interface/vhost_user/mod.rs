@@ -23,31 +23,40 @@ mod private;
 mod queue_pairs;
 mod session;
 mod source;
+mod succession;
 #[cfg(test)]
 mod tests;
 mod vring;
 
+use std::io;
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Acquire, Ordering::Relaxed};
+use std::sync::mpsc::{Sender, channel};
 use std::thread::JoinHandle;
 
 use parking_lot::Mutex;
 
 use crate::frame::{DropSink, NetworkId, PortId, Selection};
+use crate::inherit::{self, Inheritance};
 use crate::interface::virtqueue::window::Loans;
-use crate::interface::{Coalesce, Interface, Land, State};
+use crate::interface::{Coalesce, Handed, Interface, Land, State};
 use crate::source::Source;
 use crate::stats::PortStats;
 
 use crate::unix::Listener;
-use control::{Endpoint, Stop};
+use control::{Connection, Endpoint, Stop};
 pub use options::{AllowedPeer, MTU_MIN, QUEUES_MAX, VhostUserError, VhostUserOptions};
 use queue_pairs::Device;
 use source::GuestSource;
+use succession::Waiting;
+use vring::Vring;
 
 /// Mode of the socket file before the umask: every process that may connect to it may attach a guest.
 const SOCKET_MODE: u32 = 0o666;
+
+/// What lets a control thread begin, and the guest that it serves first.
+type Beginning = (Sender<Option<Connection>>, Option<Waiting>);
 
 /// A virtual NIC behind a vhost-user socket.
 pub struct VhostUser {
@@ -55,6 +64,8 @@ pub struct VhostUser {
     stop: Arc<Stop>,
     endpoint: Arc<Endpoint>,
     stopping: AtomicBool,
+    /// Starts the control thread of an interface that was handed over, with its connection.
+    waiting: Mutex<Option<Beginning>>,
     /// Waits for chains that the kernel still holds when the interface stops.
     draining: Mutex<Option<JoinHandle<()>>>,
 }
@@ -72,21 +83,66 @@ impl VhostUser {
         stats: Arc<PortStats>,
     ) -> Result<Arc<VhostUser>, VhostUserError> {
         options.check()?;
-        let endpoint = Arc::new(if options.server {
+        let endpoint = if options.server {
             Endpoint::Listen(Listener::bind_for(&options.socket, SOCKET_MODE, options.access)?)
         } else {
             Endpoint::Connect(options.socket.clone())
-        });
+        };
+        let (interface, begin) = VhostUser::open(options, endpoint, (port, network), stats)?;
+        // The thread waits for this.
+        let _ = begin.send(None);
+        Ok(interface)
+    }
+
+    /// The interface of a running vnetd, which hands over its socket, and the guest if one is connected. It serves them after
+    /// [`start`](Interface::start).
+    ///
+    /// # Errors
+    /// Something was not handed over, or is invalid.
+    pub fn inherit(
+        options: VhostUserOptions,
+        inheritance: &Arc<Inheritance>,
+        (port, network): (PortId, NetworkId),
+        stats: Arc<PortStats>,
+    ) -> Result<Arc<VhostUser>, VhostUserError> {
+        options.check()?;
+        let name = options.name.clone();
+        let failed = |source| VhostUserError::Thread { name: name.clone(), source };
+        let missing = || failed(io::Error::other("its socket was not handed over"));
+        let endpoint = if options.server {
+            let socket = inheritance.take_one(&inherit::interface(&name, "listener")).ok_or_else(missing)?;
+            Endpoint::Listen(Listener::inherit(&options.socket, socket, inheritance.clone()))
+        } else {
+            Endpoint::Connect(options.socket.clone())
+        };
+        let (interface, begin) = VhostUser::open(options, endpoint, (port, network), stats)?;
+        let guest = succession::take_over(&interface.device, &name, inheritance);
+        let guest = guest.map_err(|error| failed(io::Error::other(control::text(&error))))?;
+        *interface.waiting.lock() = Some((begin, guest));
+        Ok(interface)
+    }
+
+    /// The interface, and what lets its control thread begin.
+    fn open(
+        options: VhostUserOptions,
+        endpoint: Endpoint,
+        (port, network): (PortId, NetworkId),
+        stats: Arc<PortStats>,
+    ) -> Result<(Arc<VhostUser>, Sender<Option<Connection>>), VhostUserError> {
+        let endpoint = Arc::new(endpoint);
         let name = options.name.clone();
         let failed = |source| VhostUserError::Thread { name: name.clone(), source };
         let stop = Arc::new(Stop::new().map_err(failed)?);
         let device = Arc::new(Device::new(options, port, network, stats).map_err(failed)?);
+        let (begin, begins) = channel();
         let control = std::thread::Builder::new().name(format!("vhost-user-{}", port.0)).spawn({
             let (device, endpoint, stop) = (device.clone(), endpoint.clone(), stop.clone());
             let span = tracing::info_span!("interface", name = %name);
             move || {
                 let _span = span.enter();
-                let run = AssertUnwindSafe(|| control::run(&device, &endpoint, &stop));
+                // Without a sender, the interface was dropped before it started.
+                let Ok(first) = begins.recv() else { return };
+                let run = AssertUnwindSafe(|| control::run(&device, &endpoint, &stop, first));
                 if std::panic::catch_unwind(run).is_err() {
                     tracing::error!(
                         "the interface's protocol thread panicked: its guest was cut off; restart vnetd and report this"
@@ -96,8 +152,8 @@ impl VhostUser {
         });
         // The thread is never joined, see `stop`.
         control.map_err(failed)?;
-        let (stopping, draining) = (AtomicBool::new(false), Mutex::new(None));
-        Ok(Arc::new(VhostUser { device, stop, endpoint, stopping, draining }))
+        let (stopping, waiting, draining) = (AtomicBool::new(false), Mutex::new(None), Mutex::new(None));
+        Ok((Arc::new(VhostUser { device, stop, endpoint, stopping, waiting, draining }), begin))
     }
 }
 
@@ -140,6 +196,22 @@ impl Interface for VhostUser {
 
     fn notes(&self) -> Vec<String> {
         self.device.notes()
+    }
+
+    fn hand_over(&self) -> Result<Handed<'_>, String> {
+        let (files, guest, turn) = succession::hand_over(&self.device, &self.endpoint, &self.stop)?;
+        Ok(Handed { files, guest: Some(guest), turn: Some(turn) })
+    }
+
+    fn start(&self) {
+        if let Some((begin, guest)) = self.waiting.lock().take() {
+            // The thread waits for this.
+            let _ = begin.send(guest.map(Waiting::start));
+        }
+    }
+
+    fn go_on(&self) {
+        self.device.change_all(Vring::restart);
     }
 
     fn stop(&self) {

@@ -91,6 +91,8 @@ pub(super) struct Device {
     coalesces: AtomicBool,
     /// Admits and refuses front ends.
     pub(super) admission: Admission,
+    /// Held while a message of the front end is handled.
+    pub(super) turn: Mutex<()>,
     /// Where the front end maps its memory privately, for the interface's note; `None` if it does not.
     private_memory: Mutex<Option<String>>,
     /// Pages that the guest has lent to engines of this process.
@@ -136,6 +138,7 @@ impl Device {
             active: AtomicUsize::new(0),
             coalesces: AtomicBool::new(false),
             admission,
+            turn: Mutex::new(()),
             private_memory: Mutex::new(None),
             loans: Loans::default(),
             status,
@@ -169,6 +172,16 @@ impl Device {
         pair.changing.store(false, Ordering::Relaxed);
         pair.ring();
         Some(result)
+    }
+
+    /// Looks at vring `index`. `None` if it does not exist.
+    pub(super) fn look<R>(&self, index: usize, look: impl FnOnce(&Vring) -> R) -> Option<R> {
+        let pair = self.pairs.get(index / 2)?;
+        if index.is_multiple_of(2) {
+            Some(look(&pair.receive.lock().vring))
+        } else {
+            Some(look(&pair.transmit.lock().vring))
+        }
     }
 
     /// Also returns what the vring shared before, for the caller to drop: the vring is unlocked by then.

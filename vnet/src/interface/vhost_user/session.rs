@@ -73,6 +73,15 @@ impl Session {
         Session { device, peer, common: Common::default(), protocol: 0, log_signal: None }
     }
 
+    pub(super) fn common(&self) -> &Common {
+        &self.common
+    }
+
+    /// Acknowledged protocol features.
+    pub(super) fn protocol(&self) -> u64 {
+        self.protocol
+    }
+
     /// True if REPLY_ACK was negotiated.
     pub(super) fn acknowledges(&self) -> bool {
         self.protocol & VhostUserProtocolFeatures::REPLY_ACK.bits() != 0
@@ -101,7 +110,7 @@ impl Session {
         self.apply()
     }
 
-    fn regions(&self) -> &[Arc<Region>] {
+    pub(super) fn regions(&self) -> &[Arc<Region>] {
         self.common.memory.as_ref().map_or(&[], |memory| memory.regions())
     }
 

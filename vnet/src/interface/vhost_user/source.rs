@@ -146,6 +146,10 @@ impl Source for GuestSource {
         true
     }
 
+    fn is_held(&self) -> bool {
+        self.pair().transmit.lock().vring.is_held()
+    }
+
     fn reclaim(&mut self) {
         let pair = self.pair();
         if !pair.changing.load(Ordering::Relaxed) {

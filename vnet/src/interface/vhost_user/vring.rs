@@ -6,10 +6,13 @@
 //! [`Vring::update`] then rebuilds the ring at the old one's position.
 
 use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use super::event::{Event, KickEvent};
 use super::features;
+use crate::inherit::VringState;
 use crate::interface::virtqueue::dirty::DirtyLog;
 use crate::interface::virtqueue::memory::GuestMemory;
 use crate::interface::virtqueue::net::{Format, TakenChains};
@@ -174,6 +177,41 @@ impl Vring {
         let waits = ring.waits();
         ring.settle();
         waits && self.notify()
+    }
+
+    /// True while the kernel still reads chains.
+    pub(super) fn is_held(&self) -> bool {
+        self.running.as_ref().is_some_and(|running| running.taken.is_held())
+    }
+
+    /// What another vnetd needs of the vring; adds its eventfds to `files`.
+    pub(super) fn hand_over(&self, files: &mut Vec<(&'static str, OwnedFd)>) -> io::Result<VringState> {
+        let mut pass = |kind, file: BorrowedFd<'_>| -> io::Result<bool> {
+            files.push((kind, file.try_clone_to_owned()?));
+            Ok(true)
+        };
+        let kick = match &self.kick {
+            Some(Kick::Event(kick)) => Some(pass("kick", kick.as_fd())?),
+            Some(Kick::Poll) => Some(false),
+            None => None,
+        };
+        let call = self.call.as_ref().map_or(Ok(false), |call| pass("call", call.as_fd()))?;
+        let error = self.error.as_ref().map_or(Ok(false), |error| pass("error", error.as_fd()))?;
+        Ok(VringState {
+            size: self.size,
+            addresses: self.addresses.map(|at| [at.descriptors, at.available, at.used]),
+            used_log: self.addresses.and_then(|at| at.used_log),
+            base: self.running.as_ref().map_or(self.base, |running| running.ring.completed()),
+            enabled: self.enabled,
+            kick,
+            call,
+            error,
+        })
+    }
+
+    /// Goes on at the used index in the guest's memory, which another vnetd may have moved.
+    pub(super) fn restart(&mut self) {
+        self.update();
     }
 
     /// Returns released chains to the driver. Returns whether chains are still held, and whether the guest was notified.

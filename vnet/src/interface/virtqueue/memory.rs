@@ -7,7 +7,7 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use rustix::fs::FileType;
@@ -85,6 +85,8 @@ pub struct Region {
     mapping_len: usize,
     /// Size in bytes of the pages that the kernel maps: of hugetlbfs, the huge pages'.
     page_len: u64,
+    /// The file behind the region, for another vnetd that takes over.
+    file: OwnedFd,
     /// `None` only during construction and drop.
     registration: Option<Registration>,
 }
@@ -110,6 +112,8 @@ impl Region {
             spec.offset.checked_add(spec.len).filter(|_| fits).ok_or(MemoryError::BadRange(guest_addr))?;
         let map_error = |source: rustix::io::Errno| MemoryError::Map { guest_addr, source: source.into() };
 
+        let copy = file.as_fd().try_clone_to_owned();
+        let copy = copy.map_err(|source| MemoryError::Map { guest_addr, source })?;
         let stat = rustix::fs::fstat(file).map_err(map_error)?;
         if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
             return Err(MemoryError::NotAFile(guest_addr));
@@ -140,10 +144,16 @@ impl Region {
         // From here on, dropping `region` unmaps the memory.
         let host = mapping.wrapping_add(before as usize);
         let page_len = if kind == libc::HUGETLBFS_MAGIC { block } else { 4096 };
-        let mut region = Region { spec, host, mapping, mapping_len, page_len, registration: None };
+        let mut region =
+            Region { spec, host, mapping, mapping_len, page_len, file: copy, registration: None };
         let registration = Registration::new(mapping as usize, mapping_len);
         region.registration = Some(registration.map_err(|source| MemoryError::Map { guest_addr, source })?);
         Ok(Arc::new(region))
+    }
+
+    /// The file behind the region.
+    pub(in crate::interface) fn file(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
     }
 
     /// The region as the front end described it.

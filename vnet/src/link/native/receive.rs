@@ -67,6 +67,11 @@ impl Assembly {
         }
     }
 
+    /// True while fragments of a frame are missing.
+    pub(in crate::link) fn is_incomplete(&self) -> bool {
+        self.reassemblies.values().any(|reassembly| reassembly.incomplete() > 0)
+    }
+
     /// Frees the memory of the batch's frames after the batch was cleared.
     pub(in crate::link) fn release(&mut self) {
         self.held.clear();

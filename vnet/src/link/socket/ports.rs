@@ -29,6 +29,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use super::udp::Socket;
+use crate::inherit::{self, Inheritance};
 use crate::listen::until;
 
 /// Maximum number of attempts to get consecutive free ports when the kernel chooses the first one.
@@ -85,6 +86,27 @@ pub(in crate::link) fn bind_group(
         sockets = bind_all(listen, ports, dispatchers);
     }
     sockets
+}
+
+/// The sockets that a running vnetd with the same options hands over, as [`bind_group`] has bound them.
+pub(in crate::link) fn inherit_group(
+    inheritance: &Inheritance,
+    listen: SocketAddr,
+    ports: u16,
+    dispatchers: usize,
+) -> Result<Vec<Vec<Arc<Socket>>>, BridgeError> {
+    let socket = |name: String| {
+        let missing = || io::Error::other(format!("the running vnetd has no socket {name}"));
+        let descriptor = inheritance.take_one(&name).ok_or_else(missing);
+        let socket =
+            descriptor.and_then(Socket::inherit).map_err(|error| BridgeError::Other(listen, error))?;
+        Ok(Arc::new(socket))
+    };
+    let of = |dispatcher: usize| {
+        let more = (1..ports).filter(|offset| usize::from(*offset) % dispatchers.max(1) == dispatcher);
+        (0..=more.count()).map(|index| socket(inherit::bridge(dispatcher, index))).collect()
+    };
+    (0..dispatchers).map(of).collect()
 }
 
 /// Binds the sockets of each dispatcher. Each dispatcher's first socket is bound to the first port; with several ports, only

@@ -88,6 +88,12 @@ impl Socket {
         Ok(socket)
     }
 
+    /// A socket that a running vnetd has bound.
+    pub(crate) fn inherit(fd: OwnedFd) -> io::Result<Socket> {
+        let local = local_name(&fd)?.address().ok_or(io::ErrorKind::InvalidData)?;
+        Ok(Socket { fd, local, oversize: AtomicU8::new(UNKNOWN) })
+    }
+
     fn bound(fd: OwnedFd, listen: SocketAddr) -> io::Result<Socket> {
         if listen.is_ipv6() {
             set(&fd, libc::SOL_IPV6, libc::IPV6_V6ONLY, 0)?;

@@ -80,6 +80,10 @@ impl StreamSource {
 }
 
 impl Source for StreamSource {
+    fn is_unfinished(&self) -> bool {
+        self.more
+    }
+
     // SAFETY: frames lie in `inbox`, from which only `give_back` consumes bytes.
     unsafe fn fill(&mut self, batch: &mut Batch, drops: &mut DropSink, now_ms: u64) -> Taken {
         let nothing = Taken { drained: true, ..Taken::default() };

@@ -105,7 +105,7 @@ impl Host {
     fn new(listen: bool, link: Arc<Link>, identity: Option<IdentityStore>) -> Host {
         let stats = Arc::<PortStats>::default();
         let listen = listen.then(|| "127.0.0.1:0".parse().unwrap());
-        let streams = Streams::start(listen, stats.clone()).unwrap();
+        let streams = Streams::start(listen, stats.clone(), None).unwrap();
         if let Some(identity) = identity {
             link.set_identity(Arc::new(identity));
         }
@@ -424,7 +424,7 @@ fn many_links_connect_beside_one_that_hangs() {
     let links: Vec<_> = std::iter::once(hanging.clone()).chain(others).collect();
     let threads = || std::fs::read_dir("/proc/self/task").unwrap().count();
     let before = threads();
-    let streams = Streams::start(None, Arc::default()).unwrap();
+    let streams = Streams::start(None, Arc::default(), None).unwrap();
     streams.set_links(&links);
     let accepted: Vec<_> = (0..LINKS).map(|_| open.accept().unwrap()).collect();
     until("all connections", || links[1..].iter().all(|link| is_up(link)));

@@ -10,7 +10,7 @@
 use std::collections::HashMap;
 use std::io;
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::thread::JoinHandle;
@@ -21,6 +21,7 @@ use parking_lot::Mutex;
 use super::accept::{Newcomer, install, is_remote, owner_of};
 use super::connections::{DIALED, Stream};
 use super::dial::{Backoff, Dial, DialError, Progress};
+use crate::inherit::{self, Inheritance};
 use crate::link::sealed::handshake_gate::HandshakeGate;
 use crate::link::socket::tcp::listening;
 use crate::link::{Link, normalised};
@@ -58,6 +59,7 @@ pub enum StreamsError {
 pub struct Streams {
     state: Arc<StreamsState>,
     address: Option<SocketAddr>,
+    listener: Option<Arc<TcpListener>>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -70,25 +72,42 @@ struct StreamsState {
 }
 
 impl Streams {
-    /// Starts the thread, without links. It accepts connections on `listen`, if given.
-    pub fn start(listen: Option<SocketAddr>, stats: Arc<PortStats>) -> Result<Streams, StreamsError> {
+    /// Starts the thread, without links. It accepts connections on `listen`, if given; with `inheritance`, by the listener of a running
+    /// vnetd.
+    pub fn start(
+        listen: Option<SocketAddr>,
+        stats: Arc<PortStats>,
+        inheritance: Option<&Inheritance>,
+    ) -> Result<Streams, StreamsError> {
         let poller = Poller::new().map_err(StreamsError::Thread)?;
         let (mut listener, mut address) = (None, None);
         if let Some(at) = listen {
             let failed = |error| StreamsError::Listen(at, error);
-            let socket = until_free(|| listening(at)).map_err(failed)?;
+            let missing = || io::Error::other("the running vnetd does not hand over the listener");
+            let socket = match inheritance {
+                Some(inheritance) => {
+                    inheritance.take_one(inherit::STREAMS).map(TcpListener::from).ok_or_else(missing)
+                }
+                None => until_free(|| listening(at)),
+            };
+            let socket = Arc::new(socket.map_err(failed)?);
             poller.waker(LISTENER).watch(&socket).map_err(failed)?;
             address = Some(socket.local_addr().map_err(failed)?);
             listener = Some(socket);
         }
         let (links, stopping) = (Mutex::default(), AtomicBool::new(false));
         let state = Arc::new(StreamsState { links, stopping, poller, stats });
-        let mut worker = Worker::new(state.clone(), listener);
+        let mut worker = Worker::new(state.clone(), listener.clone());
         let thread = std::thread::Builder::new().name("streams".into()).spawn(move || {
             threads::confine();
             worker.run();
         });
-        Ok(Streams { state, address, thread: Some(thread.map_err(StreamsError::Thread)?) })
+        Ok(Streams { state, address, listener, thread: Some(thread.map_err(StreamsError::Thread)?) })
+    }
+
+    /// A duplicate of the listener.
+    pub(crate) fn descriptor(&self) -> Option<io::Result<OwnedFd>> {
+        Some(self.listener.as_ref()?.as_fd().try_clone_to_owned())
     }
 
     /// Listening address, with the port that the kernel chose.
@@ -149,7 +168,7 @@ struct Redial {
 /// State of the thread.
 struct Worker {
     state: Arc<StreamsState>,
-    listener: Option<TcpListener>,
+    listener: Option<Arc<TcpListener>>,
     /// Time at which to accept the next connection, if one may be waiting.
     accept_at: Option<Instant>,
     attempts: HashMap<u64, Attempt>,
@@ -165,7 +184,7 @@ struct Worker {
 }
 
 impl Worker {
-    fn new(state: Arc<StreamsState>, listener: Option<TcpListener>) -> Worker {
+    fn new(state: Arc<StreamsState>, listener: Option<Arc<TcpListener>>) -> Worker {
         Worker {
             state,
             listener,

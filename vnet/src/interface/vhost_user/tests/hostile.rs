@@ -215,7 +215,7 @@ fn memory_is_unmapped_while_no_vring_is_locked() {
     let host = Host::new(1);
     let mut guest = Guest::connect(&host.path, 1);
     guest.memory = MockMemory::new(LEN);
-    let (sender, unlocked) = std::sync::mpsc::channel();
+    let (sender, unlocked) = channel();
     let device = host.interface.device.clone();
     unmapping::watch(move |spec| {
         if spec.len == LEN {

@@ -8,6 +8,7 @@ mod migration;
 mod optimistic;
 mod sideband;
 mod sockets;
+mod succession;
 
 use std::io;
 use std::os::fd::AsRawFd;

@@ -1,0 +1,136 @@
+//! An engine takes over from another one of this process, with real sockets.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use super::*;
+use crate::config::{parse, route_from_json};
+use crate::desired::Desired;
+use crate::engine::{Engine, EngineError};
+use crate::overlay::Computed;
+use vnet::inherit::Inheritance;
+
+const TEXT: &str = r#"
+[host]
+name = "h1"
+[bridge]
+listen = "127.0.0.1:0"
+[[interface]]
+name = "vm1"
+kind = "vhost-user"
+socket = "DIR/vm1"
+[[interface]]
+name = "vm2"
+kind = "vhost-user"
+socket = "DIR/vm2"
+[[link]]
+name = "h2"
+remote = "10.1.2.2:9000"
+trusted = true
+[[link]]
+name = "h3"
+remote = "10.1.2.3:9000"
+trusted = true
+[[route]]
+dst = "none"
+to = "link h2"
+[[route]]
+dst = "any"
+to = "link h3"
+"#;
+
+fn desired(folder: &Path) -> Desired {
+    parse("f", &TEXT.replace("DIR", folder.to_str().unwrap())).unwrap().desired
+}
+
+/// Numbers and states that stay the same.
+fn state(engine: &Engine) -> impl PartialEq + std::fmt::Debug + use<> {
+    let indices = engine.indices();
+    let names = ["vm1", "vm2", "h2", "h3"].map(|name| (indices.interface(name), indices.link(name)));
+    let routes: Vec<_> =
+        engine.routes().into_iter().map(|route| (route.index, route.settings.text("to"))).collect();
+    let ports: Vec<_> = engine.interfaces.iter().map(|(name, live)| (name.clone(), live.port)).collect();
+    let links: Vec<_> = engine.links.iter().map(|(name, live)| (name.clone(), live.port)).collect();
+    (names, routes, ports, links, indices.next_link(), engine.bridge_address())
+}
+
+/// Takes over from `engine`; `change` falsifies what it hands over.
+fn take_over(engine: &Engine, change: impl FnOnce(&mut Given<'_>)) -> Result<Engine, EngineError> {
+    let mut given = engine.estate().unwrap();
+    change(&mut given);
+    let Given { estate, descriptors, .. } = given;
+    let taking = Taking::new(estate, Arc::new(Inheritance::new(descriptors)))?;
+    let still = engine.stand_still().unwrap();
+    let last = engine.last();
+    drop(still);
+    Engine::take_over(taking, |_, _| Computed::default(), move || Ok(last))
+}
+
+#[test]
+fn an_engine_goes_on_where_another_one_stands_still() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut engine = Engine::start(desired(folder.path())).unwrap();
+    // Ports and numbers with gaps, and changes that the file does not have.
+    engine.remove_route(1).unwrap();
+    engine.remove_interface("vm1").unwrap();
+    engine.remove_link("h2").unwrap();
+    engine.add_route(route_from_json(br#"{"dst": "52:54:00:00:00:09", "to": "link h3"}"#).unwrap()).unwrap();
+    engine.interfaces["vm2"].stats.delivered(7, 700);
+    engine.core.bridge_stats().discard(vnet::stats::DiscardReason::UnknownSource, 3);
+    let before = state(&engine);
+    let mut heir = take_over(&engine, |_| {}).unwrap();
+    assert_eq!(state(&heir), before);
+    assert_eq!(heir.own, engine.own);
+    assert_eq!(heir.interfaces["vm2"].stats.out_frames.get(), 7);
+    let strangers = heir.core.bridge_stats().discards(vnet::stats::DiscardReason::UnknownSource);
+    assert_eq!(strangers, 3);
+    assert_eq!(heir.retired, engine.retired);
+    let next = route_from_json(br#"{"dst": "52:54:00:00:00:08", "to": "link h3"}"#).unwrap();
+    assert_eq!(heir.add_route(next).unwrap(), 4);
+    // The other one's process has ended.
+    std::mem::forget(engine);
+    heir.settle();
+    assert!(folder.path().join("vm2").exists());
+    heir.stop();
+    assert!(!folder.path().join("vm2").exists());
+}
+
+#[test]
+fn a_take_over_that_fails_leaves_everything() {
+    let folder = tempfile::tempdir().unwrap();
+    let engine = Engine::start(desired(folder.path())).unwrap();
+    let failed = |change: &dyn Fn(&mut Given<'_>)| {
+        let error = take_over(&engine, change).err().expect("it fails").to_string();
+        assert!(folder.path().join("vm1").exists() && folder.path().join("vm2").exists(), "{error}");
+        error
+    };
+    let lost = |given: &mut Given<'_>| given.descriptors.retain(|(name, _)| name != "interface/vm2/listener");
+    assert!(failed(&lost).contains("its socket was not handed over"));
+    let lost = |given: &mut Given<'_>| given.descriptors.retain(|(name, _)| name != "bridge/0/0");
+    assert!(failed(&lost).contains("the running vnetd has no socket bridge/0/0"));
+    let more = |given: &mut Given<'_>| {
+        let file = std::fs::File::open("/dev/null").unwrap();
+        given.descriptors.push(("of/the/future".into(), file.into()));
+    };
+    assert!(failed(&more).contains("the running vnetd hands over of/the/future"));
+    let other = |given: &mut Given<'_>| given.estate.settings += "colour = \"red\"\n";
+    assert!(failed(&other).contains("the running vnetd:"));
+    let twice = |given: &mut Given<'_>| {
+        let port = given.estate.positions.interfaces["vm1"];
+        given.estate.positions.links.insert("h2".into(), port);
+    };
+    assert!(failed(&twice).contains("contradict"));
+    engine.go_on();
+    engine.stop();
+}
+
+#[test]
+fn what_cannot_be_handed_over_is_said() {
+    let folder = tempfile::tempdir().unwrap();
+    let text = TEXT.replace("DIR/vm2\"", "DIR/vm2\"\ndirect_port = 39555\ndirect_link = \"h2\"");
+    let text = text.replace("DIR", folder.path().to_str().unwrap());
+    let engine = Engine::start(parse("f", &text).unwrap().desired).unwrap();
+    let why = engine.estate().err().unwrap();
+    assert_eq!(why, "interface vm2: its own underlay port cannot be handed over; restart vnetd instead");
+    engine.stop();
+}
