@@ -19,11 +19,10 @@ use super::tap::TapError;
 use crate::netlink::{self, Netlink};
 use crate::wire::ethernet::Mac;
 
-/// Maximum length in bytes of a super-frame that the container's kernel gives the device: less than `SUPER_FRAME_MAX`
-/// (programs/shared.h), so that the wire's headers fit into the same IP packet, and enough for 46 segments of 1 400 bytes. TCP's
-/// frames stay below it by Linux's `MAX_TCP_HEADER`. Messages of UDP that a program has segmented by the kernel are as long as the
-/// program makes them; the kernel segments longer ones before the device.
-const GSO_MAX_SIZE: u32 = 65_080;
+/// The container's kernel cuts super-frames of this length in bytes and more before the device: those beyond `SUPER_FRAME_MAX`
+/// (programs/shared.h), so that the wire's headers fit into the same IP packet. TCP's stay well below it, by Linux's `MAX_TCP_HEADER`;
+/// messages of segmented UDP are as long as the program makes them, up to 65 535 bytes with their IP header.
+const GSO_MAX_SIZE: u32 = 65_500;
 
 /// Configuration of a container's interface.
 #[derive(Clone, Debug)]

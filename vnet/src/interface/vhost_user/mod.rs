@@ -200,7 +200,7 @@ impl Interface for VhostUser {
 
     fn hand_over(&self) -> Result<Handed<'_>, String> {
         let (files, guest, turn) = succession::hand_over(&self.device, &self.endpoint, &self.stop)?;
-        Ok(Handed { files, guest: Some(guest), turn: Some(turn) })
+        Ok(Handed { files, guest: Some(guest), turn: Some(turn), quiet: None })
     }
 
     fn start(&self) {
