@@ -275,9 +275,13 @@ fn open(order: &Order<'_>, core: &Core) -> Result<LiveInterface, NotOpen> {
         Some(inheritance) => (None, inherit(spec, (origin, &stats), core, inheritance)?),
         None => open_anew(order, (origin, &stats), core)?,
     };
-    let (interface, sideband) = match &spec.attachment {
-        Attachment::VhostUser { .. } => with_sideband(interface, spec, (origin, &stats))?,
-        _ => (interface, None),
+    let sideband = match &spec.attachment {
+        Attachment::VhostUser { .. } => Some(sideband(interface.clone(), spec, (origin, &stats))?),
+        _ => None,
+    };
+    let interface = match &sideband {
+        Some(sideband) => Arc::new(WithSideband(sideband.clone())),
+        None => interface,
     };
     if let Some(guest) = interface.coalesce() {
         guest.set_interrupts(spec.driving.interrupts);
@@ -340,17 +344,16 @@ fn open_anew(
     Ok((direct, open))
 }
 
-/// A virtual machine's interface, and how engines of this process talk to its guest.
-fn with_sideband(
+/// How engines of this process talk to the guest behind an interface.
+fn sideband(
     guest: Arc<dyn Interface>,
     spec: &InterfaceSpec,
     (origin, stats): (frame::Origin, &Arc<PortStats>),
-) -> Result<(Arc<dyn Interface>, Option<Arc<Sideband>>), NotOpen> {
-    let side = Sideband::new(guest, origin, spec.mtu as usize, stats.clone()).map_err(|error| NotOpen {
+) -> Result<Arc<Sideband>, NotOpen> {
+    Sideband::new(guest, origin, spec.mtu as usize, stats.clone()).map_err(|error| NotOpen {
         error: format!("cannot open the sideband of interface {}: {error}", spec.name),
         waits_for: None,
-    })?;
-    Ok((Arc::new(WithSideband(side.clone())), Some(side)))
+    })
 }
 
 /// Takes an interface of a running vnetd. One that it has not opened is down until it has ended.
