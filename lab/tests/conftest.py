@@ -19,6 +19,8 @@ LONG = [
     "change",
     "lab",
     "restart",
+    "take_over",
+    "take_over_guests",
     "faults",
     "mtu",
     "bad_input",

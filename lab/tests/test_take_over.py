@@ -109,7 +109,7 @@ def try_take_over(host: Host, *arguments: str, config: str = "vnet.toml") -> sub
 
 
 def take_over(host: Host) -> int:
-    """A new vnetd takes over; returns for how many milliseconds frames waited."""
+    """A new vnetd takes over; returns after how many milliseconds it says that frames flow."""
     log = host.directory / "log"
     begin = len(log.read_text())
     new = try_take_over(host)
@@ -119,7 +119,7 @@ def take_over(host: Host) -> int:
     assert new.poll() is None, log.read_text()[begin:]
     assert host.daemon.wait(10) == 0, log.read_text()[begin:]
     host.daemon = new
-    return int(re.search(r"frames waited for (\d+) ms", log.read_text()[begin:])[1])
+    return int(re.search(r"(\d+) ms after this one stood still", log.read_text()[begin:])[1])
 
 
 def refused(host: Host, *arguments: str, config: str = "vnet.toml") -> str:
@@ -233,7 +233,7 @@ def test_no_frame_is_lost(hosts: list[Host]):
     for host in hosts:
         settled(host)
     text = ", ".join(f"{gap * 1000:.0f}" for gap in gaps)
-    print(f"{TAKE_OVERS} take-overs: frames waited for {sorted(waits)} ms; longest time without an answer: {text} ms")
+    print(f"{TAKE_OVERS} take-overs, each within {sorted(waits)} ms; longest time without an answer: {text} ms")
     assert max(gaps) < GAP_S
 
 
@@ -287,10 +287,12 @@ def test_a_take_over_that_is_refused_changes_nothing(hosts: list[Host]):
         assert "no vnetd answers" in said
         assert said.count("\n") == 1
         machine = ["--kind", "vhost-user", "--socket", f"{host.directory}/vm.sock", "--mac", "52:54:00:00:00:77"]
-        host.vnet("interface", "add", "vm", *machine, "--direct-port", "9555", "--direct-link", "peer")
+        host.vnet("link", "add", "other", "--remote", "192.0.2.9:9000", "--trusted", "--networks", "1")
+        host.vnet("interface", "add", "vm", *machine, "--direct-port", "9555", "--direct-link", "other")
         said = refused(host)
         assert "its own underlay port cannot be handed over" in said
         host.vnet("interface", "del", "vm")
+        host.vnet("link", "del", "other")
     settled(host)
     take_over(host)
 
@@ -307,7 +309,6 @@ def test_a_missing_resource_is_found_before_frames_wait(hosts: list[Host]):
     assert done.returncode == 1
     assert "cannot take over the kernel path" in done.stderr
     assert "has not taken over, this vnetd goes on" in log.read_text()[begin:]
-    assert "frames waited" not in log.read_text()[begin:]
     settled(host)
 
 
@@ -336,8 +337,8 @@ def test_a_new_vnetd_that_fails_is_survived(hosts: list[Host], step: str, how: s
         wait_until("the running vnetd to go on", lambda: "this vnetd goes on" in log.read_text()[begin:], 20, log)
         half.kill()
     assert host.daemon.poll() is None
-    # One second, which a process has that hangs while frames wait, and the time that the kernel needs to end it.
-    assert max(gaps) < 1 + GAP_S
+    # Two seconds, which a process has that hangs while frames wait, and the time that the kernel needs to end it.
+    assert max(gaps) < 2 + GAP_S
     assert_goes_on(before, counters(host))
     settled(host)
     assert devices(VETHS[1]) == ["lo", "eth0"]

@@ -127,7 +127,8 @@ fn a_take_over_that_fails_leaves_everything() {
 #[test]
 fn what_cannot_be_handed_over_is_said() {
     let folder = tempfile::tempdir().unwrap();
-    let text = TEXT.replace("DIR/vm2\"", "DIR/vm2\"\ndirect_port = 39555\ndirect_link = \"h2\"");
+    let own = "DIR/vm2\"\nmac = \"52:54:00:00:00:02\"\ndirect_port = 39555\ndirect_link = \"h2\"";
+    let text = TEXT.replace("DIR/vm2\"", own).replace("name = \"h2\"", "name = \"h2\"\nnetworks = [1]");
     let text = text.replace("DIR", folder.path().to_str().unwrap());
     let engine = Engine::start(parse("f", &text).unwrap().desired).unwrap();
     let why = engine.estate().err().unwrap();

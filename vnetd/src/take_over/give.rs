@@ -19,7 +19,7 @@ use vnet_control::take_over::Given;
 use vnet_control::take_over::message::{DESCRIPTORS_MAX, Message, PASSED_MAX, Process, VERSION};
 
 use super::channel::{Channel, ChannelError};
-use super::{TAKE_OVER, socket_of};
+use super::{TAKE_OVER, may_take_part, socket_of};
 use crate::shared::Shared;
 
 /// Mode of the socket: only root and vnetd's own user may connect.
@@ -28,8 +28,8 @@ const SOCKET_MODE: u32 = 0o600;
 const HELLO_WITHIN: Duration = Duration::from_secs(5);
 /// How long it may take to open everything, while frames flow: 1 024 interfaces take less than two seconds.
 const PREPARED_WITHIN: Duration = Duration::from_secs(10);
-/// How long it may take to publish its first setup, while frames wait.
-const RUNNING_WITHIN: Duration = Duration::from_secs(1);
+/// How long it may take to publish its first setup, while frames wait: milliseconds, unless other programs have the processors.
+const RUNNING_WITHIN: Duration = Duration::from_secs(2);
 /// How long a killed process may take to end.
 const DEAD_WITHIN: Duration = Duration::from_secs(5);
 
@@ -126,7 +126,7 @@ impl Heir {
     /// The process that has connected, if it may take over.
     fn admit(stream: UnixStream) -> Result<Heir, String> {
         let peer = Peer::of(&stream).map_err(|error| error.to_string())?;
-        if peer.uid != 0 && peer.uid != rustix::process::geteuid().as_raw() {
+        if !may_take_part(&peer) {
             return Err(format!("{peer} is neither root nor vnetd's own user"));
         }
         let pid = peer.pid.and_then(Pid::from_raw).ok_or("it is in another process id namespace")?;
@@ -205,11 +205,8 @@ fn give(engine: &Engine, heir: &Heir, listener: &Listener, own: &Own) -> Result<
         engine.go_on();
         return Err(error.into());
     }
-    tracing::info!(
-        "process {} has taken over: frames waited for {} ms",
-        heir.pid,
-        began.elapsed().as_millis()
-    );
+    let after_ms = began.elapsed().as_millis();
+    tracing::info!("process {} has taken over, {after_ms} ms after this one stood still", heir.pid);
     // A service manager accepts this from its main process only.
     let _ = sd_notify::notify(&[NotifyState::MainPid(heir.pid as u32)]);
     // Nothing is closed or removed in order: the new vnetd has it.

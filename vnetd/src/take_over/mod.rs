@@ -13,11 +13,18 @@ pub mod take;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
+use vnet::unix::Peer;
+
 /// Names of the control part's descriptors.
 pub const CONTROL: &str = "control/socket";
 pub const HTTP: &str = "control/http";
 pub const CONSOLE: &str = "control/console";
 pub const TAKE_OVER: &str = "control/take-over";
+
+/// True if a process is of root or of this process's user: others neither take over nor are taken over.
+fn may_take_part(peer: &Peer) -> bool {
+    peer.uid == 0 || peer.uid == rustix::process::geteuid().as_raw()
+}
 
 /// The socket for take-overs of the vnetd with this control socket.
 pub fn socket_of(control: &Path) -> PathBuf {

@@ -13,7 +13,7 @@ use vnet_control::take_over::message::{DESCRIPTORS_MAX, Message, Process, VERSIO
 use vnet_control::take_over::{Last, Taking};
 
 use super::channel::{Channel, ChannelError};
-use super::socket_of;
+use super::{may_take_part, socket_of};
 
 /// How long the running vnetd may take to answer: a request may be under way.
 const ANSWER_WITHIN: Duration = Duration::from_secs(10);
@@ -49,7 +49,11 @@ impl Taker {
             )
         })?;
         let failed = |error: ChannelError| format!("cannot take over: {error}");
-        let pid = Peer::of(&stream).ok().and_then(|peer| peer.pid).unwrap_or(0);
+        let peer = Peer::of(&stream).map_err(|error| format!("cannot take over: {error}"))?;
+        if !may_take_part(&peer) {
+            return Err(format!("cannot take over: '{}' is of {peer}", path.display()));
+        }
+        let pid = peer.pid.unwrap_or(0);
         let channel = Channel::new(stream).map_err(failed)?;
         let hello = Message::Hello { version: VERSION, release: env!("CARGO_PKG_VERSION").into() };
         channel.send(&hello, &[]).map_err(failed)?;

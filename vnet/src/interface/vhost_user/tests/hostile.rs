@@ -130,9 +130,10 @@ fn repeated_messages_leak_no_descriptor_or_mapping() {
         guest.frontend.set_vring_kick(0, &guest.kicks[0]).unwrap();
     }
     assert_eq!(mappings(), 1);
-    assert_eq!(open_descriptors(name), 1);
+    assert_eq!(open_descriptors(name), 2, "ours, and that of the region");
     drop(guest);
     wait_for("unmapping", || mappings() == 0);
+    wait_for("closing", || open_descriptors(name) == 1);
 }
 
 #[test]
