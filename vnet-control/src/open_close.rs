@@ -267,26 +267,14 @@ fn open(order: &Order<'_>, core: &Core) -> Result<LiveInterface, NotOpen> {
     let process = before.process.clone().or_else(|| netns.and_then(Netns::process));
     check_process(netns, process.as_ref())?;
     let (mut direct, mut sideband) = (None, None);
-    let (mac, mtu, queues) = (spec.mac, spec.mtu as usize, spec.queues as usize);
+    let queues = spec.queues as usize;
     let origin = frame::Origin { port, network: spec.network };
     let mut kernel =
         Err(format!("only kinds veth and local have it, this is kind {}", spec.attachment.kind()));
     let interface: Arc<dyn Interface> = match &spec.attachment {
-        Attachment::VhostUser { socket, server, front_end, direct: own } => {
-            if let Some(DirectSpec { port, .. }) = own {
-                let address = SocketAddr::new(core.bridge_address().ip(), *port);
-                direct = Some(UnderlayPort::bind(address)?);
-            }
-            let (socket, server, name) = (socket.clone(), *server, spec.name.clone());
-            let (access, peer) = (front_end.access()?, front_end.peer()?);
-            let memory_max = front_end.memory_max();
-            let options =
-                VhostUserOptions { name, socket, server, mac, mtu, queues, access, peer, memory_max };
-            let guest = VhostUser::start(options, port, spec.network, stats.clone())?;
-            let side = Sideband::new(guest, origin, mtu, stats.clone()).map_err(|error| NotOpen {
-                error: format!("cannot open the sideband of interface {}: {error}", spec.name),
-                waits_for: None,
-            })?;
+        Attachment::VhostUser { .. } => {
+            let side;
+            (direct, side) = open_vhost_user(order, (origin, &stats), core)?;
             sideband = Some(side.clone());
             Arc::new(WithSideband(side))
         }
@@ -332,6 +320,32 @@ fn open(order: &Order<'_>, core: &Core) -> Result<LiveInterface, NotOpen> {
         logged,
         mtu,
     })
+}
+
+/// Opens a vhost-user socket, and the interface's own underlay port if it has one.
+fn open_vhost_user(
+    order: &Order<'_>,
+    (origin, stats): (frame::Origin, &Arc<PortStats>),
+    core: &Core,
+) -> Result<(Option<Arc<UnderlayPort>>, Arc<Sideband>), NotOpen> {
+    let spec = order.spec;
+    let Attachment::VhostUser { socket, server, front_end, direct } = &spec.attachment else {
+        unreachable!("it is a vhost-user interface");
+    };
+    let own_port =
+        |direct: &DirectSpec| UnderlayPort::bind(SocketAddr::new(core.bridge_address().ip(), direct.port));
+    let direct = direct.as_ref().map(own_port).transpose()?;
+    let (socket, server, name, mac) = (socket.clone(), *server, spec.name.clone(), spec.mac);
+    let (mtu, queues) = (spec.mtu as usize, spec.queues as usize);
+    let (access, peer) = (front_end.access()?, front_end.peer()?);
+    let memory_max = front_end.memory_max();
+    let options = VhostUserOptions { name, socket, server, mac, mtu, queues, access, peer, memory_max };
+    let guest = VhostUser::start(options, origin.port, origin.network, stats.clone())?;
+    let sideband = Sideband::new(guest, origin, mtu, stats.clone()).map_err(|error| NotOpen {
+        error: format!("cannot open the sideband of interface {}: {error}", spec.name),
+        waits_for: None,
+    })?;
+    Ok((direct, sideband))
 }
 
 /// The drive of an interface with `queues` queues.

@@ -235,7 +235,6 @@ fn run(file: &Path) -> Result<(), Failure> {
         let interfaces = interface_watch::start(&shared)?;
         let rdma = RdmaEngine::start()?;
         let meetings = meetings::start(&shared, &rdma)?;
-        let guests = guests::start(&shared, &rdma)?;
         let overlay = prepared.map(|prepared| overlay::start(&shared, prepared)).transpose()?.flatten();
         let app = App {
             shared: shared.clone(),
@@ -266,7 +265,6 @@ fn run(file: &Path) -> Result<(), Failure> {
         let engine = shared.lock().take();
         interfaces.stop();
         meetings.stop();
-        guests.stop();
         rdma.stop();
         if let Some(engine) = engine {
             engine.stop();
