@@ -97,6 +97,11 @@ def _parser() -> argparse.ArgumentParser:
         help="kind of the containers' interfaces (default: veth)",
     )
     up.add_argument("--mpi", action="store_true", help="Open MPI in virtual machines, too, for 'lab mpirun'")
+    up.add_argument(
+        "--rdma",
+        action="store_true",
+        help="the interconnect's programs in virtual machines, and vnetd's engine for them",
+    )
     up.add_argument("--ipv6", action="store_true", help="links use the underlay's IPv6 addresses")
     up.add_argument("--sealed", action="store_true", help="sealed links, with a certificate authority of the lab")
 

@@ -294,20 +294,18 @@ mod tests {
 
     #[test]
     fn guests_are_served_where_their_network_allows_it_and_no_link_is_sealed() {
-        let text = |allows: bool, peer: &str| {
+        let text = |allows: bool| {
             format!(
-                "[host]\nname = 'h'\nidentity = '/i'\n[[network]]\nid = 1\ndaemon_engine = {allows}\n[[interface]]\nname = 'vm1'\nkind = \
-                 'vhost-user'\nsocket = '/run/x'\nweight = 30\n[[link]]\nname = 'l'\nremote = '10.0.0.2:9000'\n{peer}"
+                "[host]\nname = 'h'\n[[network]]\nid = 1\ndaemon_engine = {allows}\n[[interface]]\nname = 'vm1'\nkind = \
+                 'vhost-user'\nsocket = '/run/x'\nweight = 30\n[[link]]\nname = 'l'\nremote = '10.0.0.2:9000'\ntrusted = true\n"
             )
         };
-        let of = |allows, peer: &str| {
-            let desired = config::parse("test", &text(allows, peer)).unwrap().desired;
-            allowed(&desired, "vm1")
-        };
-        assert_eq!(of(true, "trusted = true\n"), Ok(ShareSettings { weight: 30, rate: 0 }));
-        assert_eq!(of(false, "trusted = true\n"), Err(Decline::NotAllowed));
-        assert_eq!(of(true, "sealed = true\npeer = 'other'\n"), Err(Decline::Sealed));
-        let desired = config::parse("test", &text(true, "trusted = true\n")).unwrap().desired;
-        assert_eq!(allowed(&desired, "vm2"), Err(Decline::NotAllowed));
+        let desired = |allows| config::parse("test", &text(allows)).unwrap().desired;
+        let mut open = desired(true);
+        assert_eq!(allowed(&open, "vm1"), Ok(ShareSettings { weight: 30, rate: 0 }));
+        assert_eq!(allowed(&open, "vm2"), Err(Decline::NotAllowed));
+        assert_eq!(allowed(&desired(false), "vm1"), Err(Decline::NotAllowed));
+        open.links[0].spec.security.peer = Some("other".into());
+        assert_eq!(allowed(&open, "vm1"), Err(Decline::Sealed));
     }
 }

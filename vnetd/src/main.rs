@@ -315,7 +315,6 @@ fn run(file: &Path, take_over: bool) -> Result<(), Failure> {
         let interfaces = interface_watch::start(&shared)?;
         let rdma = RdmaEngine::start()?;
         let meetings = meetings::start(&shared, &rdma)?;
-        let guests = guests::start(&shared, &rdma)?;
         let overlay = prepared.map(|prepared| overlay::start(&shared, prepared)).transpose()?.flatten();
         let app = App {
             shared: shared.clone(),
@@ -347,7 +346,7 @@ fn run(file: &Path, take_over: bool) -> Result<(), Failure> {
         // Taking the lock waits for requests in progress.
         let engine = shared.lock().take();
         giver.into_iter().for_each(give::Running::stop);
-        stop(engine, interfaces, (meetings, guests), &rdma);
+        stop(engine, interfaces, meetings, &rdma);
         drop(socket);
         drop(folder);
         tracing::info!("stopped");
@@ -366,12 +365,11 @@ fn own_descriptors(socket: &Listener, remote: &Remote, folder: &Folder) -> std::
 fn stop(
     engine: Option<Engine>,
     interfaces: interface_watch::Running,
-    (meetings, guests): (meetings::Running, guests::Running),
+    meetings: meetings::Running,
     rdma: &RdmaEngine,
 ) {
     interfaces.stop();
     meetings.stop();
-    guests.stop();
     rdma.stop();
     engine.into_iter().for_each(Engine::stop);
 }

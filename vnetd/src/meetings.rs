@@ -13,6 +13,7 @@ use vnet::interface::tap::Netns;
 use vnet_control::desired::{Attachment, Desired};
 use vnet_rdma::meeting::{self, Host, Place, Stopper};
 
+use crate::guests;
 use crate::rdma_engine::{self, RdmaEngine};
 use crate::sealing::KeyKeeper;
 use crate::shared::Shared;
@@ -24,6 +25,7 @@ const LOOK_EVERY: Duration = Duration::from_secs(1);
 pub struct Running {
     stopper: Stopper,
     thread: JoinHandle<()>,
+    guests: guests::Running,
 }
 
 impl Running {
@@ -33,19 +35,20 @@ impl Running {
         if self.thread.join().is_err() {
             tracing::error!("the meeting point of applications ended in a panic");
         }
+        self.guests.stop();
     }
 }
 
-/// Starts the thread.
+/// Starts the thread, and that of applications in virtual machines.
 pub fn start(shared: &Shared, engine: &RdmaEngine) -> io::Result<Running> {
     let mut host = Host::new()?;
     engine.serve(&mut host);
     host.seal(Box::new(KeyKeeper::new(shared)));
-    let stopper = host.stopper();
+    let (stopper, guests) = (host.stopper(), guests::start(shared, engine)?);
     let (shared, engine) = (shared.clone(), engine.clone());
     let thread =
         std::thread::Builder::new().name("meetings".into()).spawn(move || run(&shared, &engine, host))?;
-    Ok(Running { stopper, thread })
+    Ok(Running { stopper, thread, guests })
 }
 
 fn run(shared: &Shared, rdma: &RdmaEngine, mut host: Host) {

@@ -142,6 +142,10 @@ impl Client {
                 self.phase = Phase::Closed;
                 Some(Event::Declined(*why))
             }
+            (Body::Declined(why), Phase::Sharing) => {
+                self.close();
+                Some(Event::Declined(*why))
+            }
             (Body::Closed, Phase::Closing) => {
                 self.phase = Phase::Closed;
                 None

@@ -252,7 +252,11 @@ impl Helper {
                 }
             }
             // The application finds its bell closed.
-            Event::Lost => known.ear = None,
+            Event::Lost => {
+                let lost = Err(Decline::Silent);
+                known.outcome.take().into_iter().for_each(|outcome| _ = outcome.send(lost));
+                known.ear = None;
+            }
         }
     }
 

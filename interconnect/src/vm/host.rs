@@ -241,10 +241,11 @@ impl GuestHost {
             .as_ref()
             .filter(|sharing| sharing.memory == memory)
             .map(|sharing| sharing.runs.len());
-        let state = match have {
+        let used = match have {
             Some(have) if have == total && state == ShareState::More => self.use_memory(place),
-            _ => state,
+            _ => Ok(state),
         };
+        let state = used.unwrap_or(ShareState::Refused);
         let known = &mut self.attachments[place];
         if state != ShareState::More
             && (known.shared.len() < MEMORIES_MAX || known.shared.contains_key(&memory))
@@ -253,14 +254,18 @@ impl GuestHost {
         }
         let next = have.unwrap_or(total).min(usize::from(u16::MAX)) as u16;
         let (mac, names) = (known.mac, (known.number, known.token));
-        self.tell(mac, names, Body::Shared { memory, next, state });
+        let answer = used.map_or_else(Body::Declined, |state| Body::Shared { memory, next, state });
+        self.tell(mac, names, answer);
     }
 
     /// Uses the memory whose runs are complete.
-    fn use_memory(&mut self, place: usize) -> ShareState {
+    ///
+    /// # Errors
+    /// The engine does not serve the process.
+    fn use_memory(&mut self, place: usize) -> Result<ShareState, Decline> {
         let known = &mut self.attachments[place];
         let Some(Sharing { memory, bytes, runs, .. }) = known.sharing.take() else {
-            return ShareState::Refused;
+            return Ok(ShareState::Refused);
         };
         let pages = runs.iter().map(|run| u64::from(run.pages)).sum::<u64>();
         let is_whole = bytes.div_ceil(PAGE) == pages && known.pieces + runs.len() <= PIECES_MAX;
@@ -268,7 +273,7 @@ impl GuestHost {
         let lent = if is_whole && is_expected { self.nic.lend(&runs) } else { None };
         let used = match lent {
             None => false,
-            Some(lent) if memory == QUEUES => self.start(place, &lent, bytes).is_some(),
+            Some(lent) if memory == QUEUES => self.start(place, &lent, bytes)?,
             Some(lent) => {
                 let known = &mut self.attachments[place];
                 known.lent.retain(|lent| lent.strong_count() > 0);
@@ -284,16 +289,19 @@ impl GuestHost {
         if let Some(running) = &known.running {
             running.bell.say(&crate::ring::Word::Ring);
         }
-        if used { ShareState::Used } else { ShareState::Refused }
+        Ok(if used { ShareState::Used } else { ShareState::Refused })
     }
 
-    /// Has the engine serve the process.
-    fn start(&mut self, place: usize, queues: &Arc<dyn Lent>, bytes: u64) -> Option<()> {
+    /// Has the engine serve the process. Returns false if the queues are too small.
+    ///
+    /// # Errors
+    /// It serves too many.
+    fn start(&mut self, place: usize, queues: &Arc<dyn Lent>, bytes: u64) -> Result<bool, Decline> {
         let known = &mut self.attachments[place];
         if bytes != QUEUES_BYTES as u64 || queues.span().len() as u64 != bytes {
-            return None;
+            return Ok(false);
         }
-        let datagrams = known.datagrams.take()?;
+        let Some(datagrams) = known.datagrams.take() else { return Ok(false) };
         let (nic, mac, names) = (Arc::clone(&self.nic), known.mac, (known.number, known.token));
         let ask = move |ip: IpAddr| {
             let (attachment, token) = names;
@@ -305,10 +313,10 @@ impl GuestHost {
         let limits = known.request.config();
         let ends =
             self.service.attach_guest((self.id, known.share), port, limits, queues_of_engine, lendings);
-        let GuestEnds { bell, leash } = ends.ok()?;
+        let GuestEnds { bell, leash } = ends.map_err(|_| Decline::TooMany)?;
         known.lent.push(Arc::downgrade(queues));
         known.running = Some(Running { bell: Bell::new(bell), leash });
-        Some(())
+        Ok(true)
     }
 
     /// Ends all attachments: the guest's interface is gone, or it may not be served any more.

@@ -158,6 +158,11 @@ fn what_the_daemon_says_reaches_the_application() {
     let absent = failure(&Options { meeting: Some("vnet-test-nobody".into()), ..machine.options() });
     assert!(absent.contains("is vnet-rdma-guest running"), "{absent}");
     machine.until(0);
+    let eight: Vec<Node> = (0..8).map(|_| Node::open(&machine.options()).unwrap()).collect();
+    let full = failure(&machine.options());
+    assert!(full.contains("too many processes"), "{full}");
+    drop(eight);
+    machine.until(0);
     machine.guest.is_deaf.store(true, Ordering::Relaxed);
     let silent = failure(&machine.options());
     assert!(silent.contains("no vnetd answers"), "{silent}");
