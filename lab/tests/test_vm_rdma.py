@@ -1,6 +1,5 @@
 """The interconnect inside virtual machines: vnetd runs the engine on memory that applications of the guest share."""
 
-import base64
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,15 +12,11 @@ from conftest import PROGRAMS, MakeLab
 from rdma_perf import perf_server
 
 from vnetlab import channel, machine, process
-from vnetlab.daemon import REPOSITORY
 from vnetlab.run import run, wait_until
 from vnetlab.topology import Kind, Node, Topology
 
 HELPER, PERF = "vnet-rdma-guest", "vnet-rdma-perf"
 PORT = 7000
-DISSECTOR = REPOSITORY / "wireshark" / "vnet.lua"
-OPEN, OPENED, SHARE, SHARED, RING, CLOSE, CLOSED = 1, 2, 4, 5, 6, 9, 10
-"""Kinds of control frames."""
 BOOT_S = 120
 """Emulated guests take their time."""
 LARGER_PIECES = "echo advise >/sys/kernel/mm/transparent_hugepage/shmem_enabled || true"
@@ -117,22 +112,6 @@ def test_a_container_and_a_virtual_machine(lab: Topology):
     assert seen["attachment"] == "daemon"
     print(f"virtual machine to container of its host: {seen}")
     assert_nothing_is_left(lab)
-
-
-def test_wireshark_shows_the_control_frames(lab: Topology, tmp_path: Path):
-    near, far = lab.find("h1v1"), lab.find("h2v1")
-    seen = "/tmp/control.pcap"
-    watch = f"setsid tcpdump -U -i eth0 -w {seen} ether proto 0x88b5 >/tmp/tcpdump.log 2>&1 </dev/null &"
-    channel.execute(near, [watch], BOOT_S, lambda _: None)
-    wait_until("tcpdump", lambda: "listening" in machine.read(near, Path("/tmp/tcpdump.log")), BOOT_S)
-    with guest_server(far) as name:
-        machine.execute(near, *command("client", name, "1000", "0.1"), timeout_s=BOOT_S)
-    machine.execute(near, "kill $(pidof tcpdump)")
-    (tmp_path / "control.pcap").write_bytes(base64.b64decode(machine.execute(near, "base64", seen)))
-    words = ["tshark", "-X", f"lua_script:{DISSECTOR}", "-r", str(tmp_path / "control.pcap"), "-Y", "vnet_rdma_vm"]
-    lines = run([*words, "-T", "fields", "-e", "vnet_rdma_vm.kind", "-e", "vnet_rdma_vm.state"]).splitlines()
-    kinds = {int(line.split("\t")[0]) for line in lines}
-    assert kinds >= {OPEN, OPENED, SHARE, SHARED, RING, CLOSE, CLOSED}, kinds
 
 
 def test_a_killed_application_and_a_killed_helper_leave_nothing(lab: Topology):

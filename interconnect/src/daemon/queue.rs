@@ -82,7 +82,8 @@ impl Writer {
     /// Number of entries that fit.
     pub(super) fn room(&mut self) -> Result<usize, Broken> {
         let filled = |tail: u64| self.head.checked_sub(tail).filter(|filled| *filled <= self.queue.entries);
-        if filled(self.tail).is_none_or(|filled| filled == self.queue.entries) {
+        // A caller may need room for two.
+        if filled(self.tail).is_none_or(|filled| filled + 1 >= self.queue.entries) {
             let tail = self.queue.control().tail.0.load(Ordering::Acquire);
             if tail < self.tail || filled(tail).is_none() {
                 return Err(Broken);
@@ -243,6 +244,17 @@ mod tests {
                 assert_eq!(daemon.reader.next().unwrap(), Some([turn + number; WORDS]));
             }
             assert_eq!(daemon.reader.next().unwrap(), None);
+        }
+    }
+
+    /// A process that posts needs two entries: what the reader has taken meanwhile counts before the queue is full.
+    #[test]
+    fn room_for_two_is_found_before_the_queue_is_full() {
+        let (mut process, mut daemon) = pair();
+        for _ in 0..3 * SUBMISSIONS {
+            assert!(process.writer.room().unwrap() >= 2);
+            process.writer.push(&[1; WORDS]).unwrap();
+            daemon.reader.next().unwrap();
         }
     }
 
