@@ -74,11 +74,15 @@ class Host:
         return one["in_frames"], sum(dispatcher["frames"] for dispatcher in stats["dispatchers"])
 
     def balance(self) -> None:
-        """Asserts that in + copies = out + drops, exactly."""
-        stats = self.ask("stats")
-        total = {key: sum(port[key] for port in stats["ports"]) for key in ("in_frames", "copies", "out_frames")}
-        drops = sum(sum(port["drops"].values()) for port in stats["ports"])
-        assert total["in_frames"] + total["copies"] == total["out_frames"] + drops
+        """Waits until in + copies = out + drops, exactly: between two batches."""
+
+        def balanced() -> bool:
+            stats = self.ask("stats")
+            total = {key: sum(port[key] for port in stats["ports"]) for key in ("in_frames", "copies", "out_frames")}
+            drops = sum(sum(port["drops"].values()) for port in stats["ports"])
+            return total["in_frames"] + total["copies"] == total["out_frames"] + drops
+
+        wait_until("in + copies to be out + drops", balanced, 10)
 
     def grows(self, by: int, work: Callable[[], object]) -> tuple[int, int]:
         """Increase of the frames of interface "one", at least `by`, and of the dispatchers during `work`."""

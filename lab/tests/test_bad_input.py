@@ -15,6 +15,8 @@ from vnetlab.run import wait_until
 from vnetlab.topology import STATE
 
 NAMESPACE = "test-bad-input"
+SOCKETS = {"control.sock", "control.sock.take-over", "vm1.sock"}
+"""Of a vnetd with one virtual machine."""
 GOOD = """\
 [host]
 name = "h1"
@@ -187,7 +189,7 @@ def test_resources_of_another_vnetd(running: Path, replacements: dict[str, str],
         text = text.replace(old, new)
     (running / "second.toml").write_text(text)
     assert word in refused(vnetd(), "--config", running / "second.toml")
-    assert {path.name for path in running.iterdir() if path.is_socket()} == {"control.sock", "vm1.sock"}
+    assert {path.name for path in running.iterdir() if path.is_socket()} == SOCKETS
 
 
 @pytest.mark.parametrize(
@@ -203,7 +205,7 @@ def test_interfaces_of_another_vnetd(running: Path, replacements: dict[str, str]
     file = running / "second.toml"
     file.write_text(text)
     assert word in starts_without(interface, vnetd(), "--config", file)
-    assert {path.name for path in running.iterdir() if path.is_socket()} == {"control.sock", "vm1.sock"}
+    assert {path.name for path in running.iterdir() if path.is_socket()} == SOCKETS
 
 
 def test_a_stale_socket_is_replaced(tmp_path: Path):

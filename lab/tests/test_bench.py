@@ -250,10 +250,13 @@ def test_figures_of_the_challenge():
 
 
 def test_mpi_has_sizes_and_the_suite():
+    """Messages on the unlimited wire, the suite on all."""
     found = suite.cases(BENCHES["mpi"], Options(mtus=(1500,)))
     sizes = [case.conditions["bytes"] for case in found if "bytes" in case.conditions]
     assert sizes == list(mpi.MESSAGE_BYTES)
-    assert [case.conditions.get("load") for case in found[len(sizes) :]] == ["HPC Challenge"]
+    suites = [case.conditions["wire"] for case in found if case.conditions.get("load") == "HPC Challenge"]
+    assert suites == list(Wire)
+    assert len(found) == len(sizes) + len(suites)
     names = [turn.contender for turn in found[0].turns]
     assert names == ["native", "kernel VXLAN, device", "kernel VXLAN, containers", "vnet", "vnet, TAP"]
 

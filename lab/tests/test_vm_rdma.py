@@ -117,10 +117,10 @@ def test_a_container_and_a_virtual_machine(lab: Topology):
 def test_a_killed_application_and_a_killed_helper_leave_nothing(lab: Topology):
     host, guest = lab.hosts[0], lab.find("h1v1")
     server = " ".join(command("server", f"{guest.address}:{PORT}"))
+    wait_until("the servers before to be gone", lambda: endpoints(host, guest) == 0, BOOT_S)
     for victim in (PERF, HELPER):
         channel.execute(guest, [f"setsid {server} >/tmp/server.log 2>&1 </dev/null &"], BOOT_S, lambda _: None)
-        wait_until("the server", lambda: endpoints(host, guest) > 0, BOOT_S)
-        assert rdma_metric(host, guest, "registered_bytes") > 0
+        wait_until("the server", lambda: rdma_metric(host, guest, "registered_bytes") > 0, BOOT_S)
         machine.execute(guest, f"kill -9 $(pidof {victim})")
         wait_until("its memory to be given back", lambda: rdma_metric(host, guest, "registered_bytes") == 0, 60)
     # The server without an engine would go on trying.

@@ -1,7 +1,7 @@
 """A vnetd that begins a take-over and does not end it: half_heir.py SOCKET STEP HOW.
 
-STEP is the last message that it exchanges: connect, hello, estate, prepared or last. Then it dies, hangs, sends nonsense
-or refuses, as HOW says.
+STEP is the last message that it exchanges: connect, hello, estate, prepared or last. Then it dies, hangs, sends
+nonsense or refuses, as HOW says.
 """
 
 import array
