@@ -13,7 +13,7 @@
 //! Towards vnetd the kernel keeps frames in a ring per queue and drops frames that do not fit: there is no backpressure to the
 //! sender. A large datagram leaves as a burst of IP fragments, and losing one fragment loses the datagram. The receiving kernel
 //! keeps the other fragments for 30 s; a few such incomplete datagrams fill its reassembly memory, and no large datagram arrives
-//! any more. So the ring's length follows from the MTU ([`queue_len`]), and of what overflows it only whole datagrams are forwarded
+//! any more. So the ring's length follows from the MTU ([`queue_len`](super::queue_len)), and of what overflows it only whole datagrams are forwarded
 //! ([`whole_datagrams`](super::whole_datagrams)).
 //!
 //! A TAP may live in another network namespace: a short-lived thread enters it to create the device; the file descriptor works in
