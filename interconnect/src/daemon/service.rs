@@ -281,9 +281,13 @@ pub(super) struct Room {
 fn run(common: &Common) {
     let mut room = Room::new();
     let mut busy_until = 0;
-    while !common.is_stopped.load(Ordering::Acquire) {
+    loop {
         if common.has_news.swap(false, Ordering::AcqRel) {
             room.take(common);
+        }
+        // After the news: `take` may have read the wake-up of `stop`, which sets this before.
+        if common.is_stopped.load(Ordering::Acquire) {
+            break;
         }
         let now = room.now();
         let (worked, ended) = room.turn(now);
