@@ -426,7 +426,9 @@ fn obstacles_are_reported_in_one_line() {
     drop(guest);
     daemon.logged("interface vm1 is up");
     drop(daemon);
-    fs::remove_file(folder.path("vnet.sock")).unwrap();
+    for stale in ["vnet.sock", "vnet.sock.take-over"] {
+        fs::remove_file(folder.path(stale)).unwrap();
+    }
 
     let taken = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
     let address = taken.local_addr().unwrap().to_string();
