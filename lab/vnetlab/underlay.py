@@ -18,6 +18,8 @@ from vnetlab.topology import STATE, Node, Topology, Wire
 IPV6_MTU_MIN = 1280
 TUN_PAIR = Path(__file__).parent / "tun_pair.py"
 TUN_S = 10
+CONGESTION_CONTROL = "cubic"
+"""Of all nodes: another, like BBR on some cloud images, changes what a path reaches by factors."""
 BUCKETS = {
     Wire.GIGABIT: ["rate", "1gbit", "burst", "256kb", "latency", "10ms"],
     Wire.TEN_GIGABIT: ["rate", "10gbit", "burst", "1mb", "latency", "5ms"],
@@ -56,8 +58,9 @@ def create(topology: Topology) -> None:
 
 
 def add_namespace(name: str) -> None:
-    """Creates a network namespace with loopback up."""
+    """Creates a network namespace with loopback up, and with Linux's default for TCP instead of the machine's."""
     run(["ip", "netns", "add", name])
+    run(["ip", "netns", "exec", name, "sysctl", "-q", f"net.ipv4.tcp_congestion_control={CONGESTION_CONTROL}"])
     run(["ip", "-n", name, "link", "set", "lo", "up"])
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from vnetlab import daemon
 from vnetlab.run import LabError, run
+from vnetlab.underlay import CONGESTION_CONTROL
 
 PACKAGES = (
     "iperf3",
@@ -37,6 +38,7 @@ def machine() -> dict[str, str]:
         "memory": f"{memory_kib / 2**20:.0f} GiB",
         "kernel": f"{uname.sysname} {uname.release}",
         "governor": _read("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor", "none (fixed, or the hypervisor's)"),
+        "TCP": CONGESTION_CONTROL,
         "virtual": "yes" if " hypervisor" in cpuinfo else "no",
         "system": re.search(r'PRETTY_NAME="(.*)"', Path("/etc/os-release").read_text())[1],
     }
