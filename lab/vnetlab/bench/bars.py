@@ -146,7 +146,7 @@ def _bounded(
 
 
 UNLIMITED, WIRES = {"none": ""}, {"1g": " on 1 Gbit/s", "10g": " on 10 Gbit/s"}
-ONE_WAY, BOTH_WAYS = {"one way": "oneway_us"}, {"one way": "oneway_us", "both ways": "exchange_us"}
+BOTH_WAYS = {"one way": "oneway_us", "both ways": "exchange_us"}
 
 KERNEL_PATH: tuple[Bar | Worst, ...] = (
     Bar("TCP / VXLAN device", _tcp("none", 1500, VNET), 1.0, None, _tcp("none", 1500, DEVICE)),
@@ -174,7 +174,7 @@ KERNEL_PATH: tuple[Bar | Worst, ...] = (
         _bounded(_messages(VXLAN, MESSAGE_BYTES[-1], BOTH_WAYS), at_most=1.0),
         f"large messages both ways at once only; not profiled yet ({_HEADROOM})",
     ),
-    Worst("MPI messages up to 1 KiB / native", _bounded(_messages(NATIVE, SHORT_BYTES, ONE_WAY), at_most=1.6)),
+    Worst("MPI messages up to 1 KiB / native", _bounded(_messages(NATIVE, SHORT_BYTES, BOTH_WAYS), at_most=1.6)),
     Worst("HPC Challenge, rates / native", _bounded(_suite(NATIVE, CHALLENGE, UNLIMITED, MTUS), 0.95), _UNEXPLAINED),
     Worst(
         "HPC Challenge, latencies / native",

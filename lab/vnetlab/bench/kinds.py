@@ -13,13 +13,13 @@ from vnetlab.topology import Kind, Node, Topology
 
 SMALL_BYTES = 64
 TAPS = ("tap", "uring")
-DEVICES = ("kinds1", "kinds2")
+DEVICES = ("kinds1", "kinds2", "kinds3")
 """Names in the host's namespace: TAP devices before they are moved, or the host's ends of veth pairs."""
 
 
 @dataclass(frozen=True)
 class Between:
-    """Two containers of the first host behind the forwarder, or behind a bridge if `kind` is None."""
+    """The first host's first two containers behind the forwarder or, if `kind` is None, all of them behind a bridge."""
 
     name: str
     kind: str | None
@@ -40,9 +40,10 @@ class Between:
     def up(self, topology: Topology) -> Iterator[Ends]:
         """Creates the devices, with the program or the bridge between them."""
         host = topology.hosts[0]
-        containers = topology.machines(Kind.CONTAINER, 1)[:2]
+        containers = topology.machines(Kind.CONTAINER, 1)[: None if self.kind is None else 2]
+        ends = dict(zip(DEVICES, containers, strict=False))
         with contextlib.ExitStack() as stack:
-            for device, container in zip(DEVICES, containers, strict=True):
+            for device, container in ends.items():
                 stack.callback(remove_device, container.namespace, "eth0")
                 if self.kind not in TAPS:
                     words = f"ip -n {host.namespace} link add {device} type veth peer name eth0"
@@ -51,22 +52,23 @@ class Between:
             if self.kind is None:
                 stack.callback(remove_device, host.namespace, "kinds")
                 run(["ip", "-n", host.namespace, "link", "add", "kinds", "up", "type", "bridge"])
-                for device in DEVICES:
+                for device in ends:
                     run(["ip", "-n", host.namespace, "link", "set", device, "master", "kinds"])
             else:
                 stack.callback(process.stop, host.file(".kinds.pid"))
                 self._start(host)
-            for device, container in zip(DEVICES, containers, strict=True):
+            for device, container in ends.items():
                 if self.kind in TAPS:
                     run(f"ip -n {host.namespace} link set {device} netns {container.namespace} name eth0".split())
                 start_device(container)
-            yield Ends(*containers, {} if self.kind is None else running(".kinds.pid", [host]))
+            processes = {} if self.kind is None else running(".kinds.pid", [host])
+            yield Ends(containers[0], containers[-1], processes)
 
     def _start(self, host: Node) -> None:
-        words = [str(vhost.example("kinds")), str(self.kind), *DEVICES, "block" if self.blocks else "spin"]
+        words = [str(vhost.example("kinds")), str(self.kind), *DEVICES[:2], "block" if self.blocks else "spin"]
         log = host.file(".kinds.log")
         process.start(machine.namespace_command(host, words), host.file(".kinds.pid"), log)
-        shown = ["ip", "link", "show", DEVICES[-1]]
+        shown = ["ip", "link", "show", DEVICES[1]]
         wait_until("the forwarder's devices", lambda: machine.attempt(host, *shown)[0] == 0, 10, log)
 
 

@@ -221,11 +221,11 @@ def _one_host(options: Options) -> list[Case]:
     everybody = list(options.vnets) or [kinds.BRIDGE, VNET, TAP]
     settings = Settings(name=LAB, hosts=1, containers=2, vms=0)
     cases = [Case({"between": "containers of one host"}, settings, [turn_of(each, load) for each in everybody])]
-    # The second container of three sends from new addresses; the bridge's ends are the first two.
+    # The second container of three sends from new addresses.
     settings = replace(settings, containers=3)
     for rate in (0, NEW_FLOWS):
         conditions = {"between": "containers of one host", "new flows per second": rate}
-        cases.append(Case(conditions, settings, [told(vnet, beside(rate)) for vnet in options.vnets or (VNET, TAP)]))
+        cases.append(Case(conditions, settings, [told(each, beside(rate)) for each in everybody]))
     return cases
 
 
