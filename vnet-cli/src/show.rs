@@ -75,20 +75,30 @@ pub fn status(status: &Status) -> String {
         let what = format!("{hosts} hosts, {stations} stations, {alarms} alarms");
         row("overlay", format!("store {state} for {}, {what}", duration(*since_s)));
     }
-    if let Some(KernelSummary { interfaces, flows, refused, pin_error, link_reason }) = &status.kernel {
-        let refused = if *refused > 0 { format!(", {refused} refused") } else { String::new() };
-        let end = pin_error
-            .as_ref()
-            .map_or("the next vnetd adopts".into(), |why| format!("the next vnetd cannot adopt: {why}"));
-        let of = status.interfaces;
-        let links = link_reason.as_ref().map_or(String::new(), |why| format!("; not to other hosts: {why}"));
-        row(
-            "kernel path",
-            format!("{interfaces} of {of} interfaces, {flows} flows{refused}, which {end}{links}"),
-        );
+    if let Some(summary) = &status.kernel {
+        row("kernel path", kernel_path(summary, status.interfaces));
     }
     row("frames", status.balance.to_string());
     table.print()
+}
+
+/// The kernel's own path of a host with `all` interfaces, and why one of them or the links do not have it.
+fn kernel_path(summary: &KernelSummary, all: usize) -> String {
+    let KernelSummary { interfaces, flows, refused, pin_error, interface_reason, link_reason } = summary;
+    let mut text = format!("{interfaces} of {all} interfaces");
+    if *interfaces > 0 || *flows > 0 {
+        text += &format!(", {flows} flows");
+        if *refused > 0 {
+            text += &format!(", {refused} refused");
+        }
+        match pin_error {
+            None => text += ", which the next vnetd adopts",
+            Some(why) => text += &format!(", which the next vnetd cannot adopt: {why}"),
+        }
+        text.extend(link_reason.iter().map(|why| format!("; not to other hosts: {why}")));
+    }
+    text.extend(interface_reason.iter().map(|why| format!("; not from {why}")));
+    text
 }
 
 /// `vnet overlay`: the store, then the hosts, then alarms.
@@ -170,7 +180,7 @@ pub fn interfaces(interfaces: &Vec<Interface>) -> String {
             (socket, ..) => socket.into(),
         };
         let mut notes: Vec<_> = i.reason.iter().chain(&i.notes).cloned().collect();
-        let (by_kernel, may) = (i.path == "kernel", matches!(&*text("kind"), "veth" | "local"));
+        let by_kernel = i.path == "kernel";
         notes.extend(by_kernel.then(|| "known flows pass in the kernel".to_string()));
         notes.extend((text("pair") == "netkit").then(|| "netkit".to_string()));
         let where_not = match i.path_reason.as_deref() {
@@ -178,7 +188,7 @@ pub fn interfaces(interfaces: &Vec<Interface>) -> String {
             Some(LIMITED | GUARDED) => "no kernel path from it",
             _ => "no kernel path",
         };
-        notes.extend(i.path_reason.iter().filter(|_| may).map(|why| format!("{where_not}: {why}")));
+        notes.extend(i.path_reason.iter().map(|why| format!("{where_not}: {why}")));
         notes.push(format!("storm limit {}/s", text("storm_limit")));
         notes.extend(shares(i));
         notes.extend(i.settings.flag("port_security").then(|| "port security".to_string()));
@@ -512,87 +522,5 @@ pub fn applied(applied: &Applied) -> String {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use vnet::stats::PortStats;
-
-    fn port(kind: &str, name: &str, stats: &PortStats) -> Port {
-        Port { kind: kind.into(), name: name.into(), counters: stats.into() }
-    }
-
-    #[test]
-    fn stats_show_every_reason_and_the_balance() {
-        let (vm, link) = (PortStats::default(), PortStats::default());
-        vm.in_frames.add(5);
-        vm.copies.add(1);
-        vm.drop_frames(DropReason::NoRoute, 2);
-        link.delivered(3, 300);
-        link.drop_frames(DropReason::SendFailed, 1);
-        link.discard(DiscardReason::BadVersion, 7);
-        let ports = vec![port("interface", "vm1", &vm), port("link", "h2", &link)];
-        let balance = Balance::of(ports.iter().map(|port| &port.counters));
-        let text = stats(&Stats { ports, dispatchers: vec![Dispatcher::default()], balance });
-        for reason in
-            DropReason::ALL.iter().map(|r| r.name()).chain(DiscardReason::ALL.iter().map(|r| r.name()))
-        {
-            assert_eq!(
-                text.lines().filter(|line| line.split(' ').next() == Some(reason)).count(),
-                1,
-                "{reason}"
-            );
-        }
-        for want in ["no_route 2 interface vm1 2", "bad_version 7 link h2 7"] {
-            let words = |line: &str| line.split_whitespace().collect::<Vec<_>>().join(" ");
-            assert!(text.lines().any(|line| words(line) == want), "{text}");
-        }
-        assert!(text.ends_with("\nin 5 + copies 1 = out 3 + drops 3\n"), "{text}");
-    }
-
-    #[test]
-    fn limits_of_an_interface_are_shown() {
-        let mut settings = serde_json::json!({
-            "name": "c3", "kind": "veth", "state": "up", "network": 1, "storm_limit": 5, "path": "vnetd",
-            "path_reason": LIMITED, "weight": 25, "rate_limit": 1000, "frame_limit": 0,
-        });
-        let shown = |settings: &serde_json::Value| {
-            interfaces(&vec![serde_json::from_value(settings.clone()).unwrap()])
-        };
-        let text = shown(&settings);
-        let note = "no kernel path from it: it has a rate limit; storm limit 5/s; weight 25; rate limit 1000 Mbit/s\n";
-        assert!(text.ends_with(note), "{text}");
-        (settings["weight"], settings["rate_limit"]) = (100.into(), 0.into());
-        (settings["path"], settings["path_reason"]) = ("kernel".into(), serde_json::Value::Null);
-        let text = shown(&settings);
-        assert!(text.ends_with("known flows pass in the kernel; storm limit 5/s\n"), "{text}");
-    }
-
-    #[test]
-    fn columns_are_aligned() {
-        let mut table = TextTable::new(&["NAME", "N"], &[1]);
-        table.row(["a".into(), "100".into()]);
-        table.row(["long-name".into(), "5".into()]);
-        assert_eq!(table.print(), "NAME         N\na          100\nlong-name    5\n");
-    }
-
-    #[test]
-    fn rates_are_short() {
-        let cases = [
-            (0, "0 bit/s"),
-            (9_999, "9999 bit/s"),
-            (10_500, "10 kbit/s"),
-            (25_000_000, "25 Mbit/s"),
-            (u64::MAX, "18446744073 Gbit/s"),
-        ];
-        for (rate, want) in cases {
-            assert_eq!(bits(rate), want);
-        }
-    }
-
-    #[test]
-    fn durations_are_short() {
-        let cases = [(59, "59 s"), (61, "1 min 1 s"), (3_700, "1 h 1 min"), (90_000, "1 d 1 h")];
-        for (seconds, want) in cases {
-            assert_eq!(duration(seconds), want);
-        }
-    }
-}
+#[path = "show_tests.rs"]
+mod tests;

@@ -229,11 +229,21 @@ impl Engine {
         interfaces: &[api::Interface],
         links: &[api::Link],
     ) -> Option<api::KernelSummary> {
-        let kernel = self.core.kernel_if_open()?;
-        let (flows, refused) = kernel.flows().len();
-        let interfaces = interfaces.iter().filter(|interface| interface.path == "kernel").count();
-        let (pin_error, link_reason) = (kernel.adoptable().err().map(Into::into), link_reason(links));
-        Some(api::KernelSummary { interfaces, flows, refused, pin_error, link_reason })
+        // Absent if no interface can have it, or if the kernel takes no programs.
+        let kernel = self.core.kernel_if_open();
+        let interface_reason = interface_reason(interfaces);
+        if kernel.is_none() && interface_reason.is_none() {
+            return None;
+        }
+        let (flows, refused) = kernel.map_or((0, 0), |kernel| kernel.flows().len());
+        Some(api::KernelSummary {
+            interfaces: interfaces.iter().filter(|interface| interface.path == "kernel").count(),
+            flows,
+            refused,
+            pin_error: kernel.and_then(|kernel| kernel.adoptable().err()).map(Into::into),
+            interface_reason,
+            link_reason: kernel.and_then(|_| link_reason(links)),
+        })
     }
 
     pub(super) fn known(&self) -> Vec<LearnedEntry> {
@@ -298,6 +308,13 @@ fn inspected(spec: &InterfaceSpec) -> Option<&'static str> {
     }
 }
 
+/// Why one of `interfaces` does not have the path `kernel`, in one line; `None` if all have it. One that could have it comes first.
+fn interface_reason(interfaces: &[api::Interface]) -> Option<String> {
+    let mut without = interfaces.iter().filter(|interface| interface.path != "kernel");
+    let first = without.clone().find(|interface| interface.may_have_kernel_path()).or(without.next())?;
+    Some(format!("interface {}: {}", first.name, first.path_reason.as_ref()?))
+}
+
 /// Why none of `links` has the path `kernel`, in one line; `None` if one has it or there are none.
 fn link_reason(links: &[api::Link]) -> Option<String> {
     if links.iter().any(|link| link.path == "kernel") {
@@ -344,6 +361,9 @@ fn driving(live: &LiveInterface, queues: usize) -> api::Driving {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use vnet::frame::NetworkId;
+    use vnet::kernel::{Destination, FLOWS_PORT_MAX, Sender, Target, Terms, VERSIONS};
+    use vnet::wire::ethernet::Mac;
 
     /// A link that the kernel forwards to if it has no `reason`.
     fn link(name: &str, is_sealed: bool, reason: Option<&str>) -> api::Link {
@@ -351,6 +371,109 @@ mod tests {
         let text = format!(r#"{{"name":"{name}","state":"up","path":"{path}","sealed":{is_sealed}}}"#);
         let link: api::Link = serde_json::from_str(&text).unwrap();
         api::Link { path_reason: reason.map(Into::into), ..link }
+    }
+
+    fn interface(name: &str, kind: &str, reason: Option<&str>) -> api::Interface {
+        let path = if reason.is_some() { "vnetd" } else { "kernel" };
+        let text = format!(r#"{{"name":"{name}","state":"up","path":"{path}","kind":"{kind}"}}"#);
+        let interface: api::Interface = serde_json::from_str(&text).unwrap();
+        api::Interface { path_reason: reason.map(Into::into), ..interface }
+    }
+
+    #[test]
+    fn one_reason_says_why_an_interface_lacks_the_kernels_path() {
+        let vm = || interface("vm", "vhost-user", Some("only kinds veth and local have it"));
+        let limited = || interface("c1", "veth", Some("it has a rate limit"));
+        let with = || interface("c2", "local", None);
+        assert_eq!(interface_reason(&[]), None);
+        assert_eq!(interface_reason(&[with()]), None);
+        assert_eq!(
+            interface_reason(&[with(), vm()]).as_deref(),
+            Some("interface vm: only kinds veth and local have it")
+        );
+        let reason = interface_reason(&[vm(), with(), limited()]);
+        assert_eq!(reason.as_deref(), Some("interface c1: it has a rate limit"));
+    }
+
+    /// A host with two virtual machines, which has not loaded the programs yet.
+    fn engine(folder: &std::path::Path) -> Engine {
+        let vm = |n: u8| {
+            let socket = folder.join(format!("vm{n}"));
+            let kind = format!("kind = \"vhost-user\"\nsocket = \"{}\"", socket.display());
+            format!("[[interface]]\nname = \"vm{n}\"\n{kind}\nmac = \"52:54:00:00:00:0{n}\"\n")
+        };
+        let bpffs = folder.join("none/bpf");
+        let text = format!(
+            "[host]\nname = \"h1\"\n[bridge]\nlisten = \"127.0.0.1:0\"\n[dispatch]\nbpffs = \"{}\"\n{}{}",
+            bpffs.display(),
+            vm(1),
+            vm(2)
+        );
+        Engine::start(crate::config::parse("f", &text).unwrap().desired).unwrap()
+    }
+
+    #[test]
+    fn a_host_without_programs_says_why() {
+        let folder = tempfile::tempdir().unwrap();
+        let engine = engine(folder.path());
+        let reason = "interface vm1: only kinds veth and local have it, this is kind vhost-user";
+        let kernel = engine.status().kernel.unwrap();
+        let want = api::KernelSummary {
+            interfaces: 0,
+            flows: 0,
+            refused: 0,
+            pin_error: None,
+            interface_reason: Some(reason.into()),
+            link_reason: None,
+        };
+        assert_eq!((kernel, engine.flows()), (want, vec![]));
+    }
+
+    /// Needs CAP_BPF; `make test` sets VNET_TEST_PROGRAMS, so that it fails without.
+    #[test]
+    fn installed_and_refused_flows_are_shown() {
+        const TERMS: Terms =
+            Terms { until_ns: u64::MAX, generation: 7, buckets: [VERSIONS as u16 - 1; 2], versions: [0; 2] };
+        let folder = tempfile::tempdir().unwrap();
+        let engine = engine(folder.path());
+        let kernel = match engine.core.kernel() {
+            Ok(kernel) => kernel,
+            Err(why) => {
+                assert!(std::env::var_os("VNET_TEST_PROGRAMS").is_none(), "{why}");
+                return eprintln!("not tested: {why}");
+            }
+        };
+        kernel.set_generation(7);
+        kernel.tick(1, u64::MAX);
+        let [one, two] = ["vm1", "vm2"].map(|name| &engine.interfaces[name]);
+        let sender = Sender { stats: one.stats.clone(), payer: one.port };
+        let target = Target::Guest { mac: None, namespace: None };
+        let to = Destination { port: two.port, device: 1, mtu: 1500, stats: two.stats.clone(), target };
+        let address = |n: u32| {
+            let [_, b, c, d] = n.to_be_bytes();
+            Mac([2, 0, 0, b, c, d])
+        };
+        let install = |n| {
+            let flow =
+                Known { network: NetworkId::DEFAULT, from: one.port, dst: address(n), src: address(0) };
+            kernel.flows().install(&flow, &sender, &to, &TERMS)
+        };
+        assert!(install(1) && install(2));
+        let [first, _] = &engine.flows()[..] else { panic!("{:?}", engine.flows()) };
+        let kernel_ms = first.kernel_ms;
+        assert!(kernel_ms > 0);
+        let (from, to) = ("interface vm1".to_string(), "interface vm2".to_string());
+        let (network, frames, bytes) = (NetworkId::DEFAULT, 0, 0);
+        let want =
+            api::KernelFlow { network, src: address(0), dst: address(1), from, to, frames, bytes, kernel_ms };
+        assert_eq!(*first, want);
+        let refused = (3..FLOWS_PORT_MAX + 6).filter(|n| !install(*n)).count();
+        assert_eq!(refused, 5);
+        let shown = engine.status().kernel.unwrap();
+        assert_eq!((shown.flows, shown.refused), (FLOWS_PORT_MAX as usize, 5));
+        assert_eq!(engine.flows().len(), FLOWS_SHOWN);
+        kernel.set_generation(8);
+        assert!(engine.flows().iter().all(|flow| flow.kernel_ms == 0), "ended");
     }
 
     #[test]

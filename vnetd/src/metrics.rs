@@ -369,3 +369,49 @@ pub async fn text(State(shared): State<Shared>, State(rdma): State<RdmaEngine>) 
     let text = write(reading).map_err(|error| Refused::Request(error.to_string()))?;
     Ok(([(header::CONTENT_TYPE, CONTENT_TYPE)], text).into_response())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A host with one container of two on the kernel's own path, and one link of two.
+    fn reading() -> Reading {
+        let status = serde_json::json!({
+            "version": "1", "host": "h1", "pid": 1, "uptime_s": 1, "bridge": "[::]:9000", "dispatchers": 1, "yield": "block",
+            "interfaces_up": 2, "interfaces": 2, "links": 2, "routes": 0, "networks": 1, "learned": 0,
+            "kernel": {"interfaces": 1, "flows": 4096, "refused": 17},
+            "balance": {"in": 0, "copies": 0, "out": 0, "drops": 0},
+        });
+        Reading {
+            status: serde_json::from_value(status).unwrap(),
+            ports: vec![],
+            interfaces: vec![],
+            kernel_paths: vec![("c1".into(), true), ("vm1".into(), false)],
+            link_kernel_paths: vec![("h2".into(), true), ("h3".into(), false)],
+            links: vec![],
+            certificates: vec![],
+            learned: LearnedStats::default(),
+            overlay: None,
+            dispatchers: vec![],
+            rdma: vec![],
+        }
+    }
+
+    #[test]
+    fn the_kernels_own_path_has_its_figures() {
+        let text = write(reading()).unwrap();
+        for line in [
+            "vnet_interface_kernel_path{interface=\"c1\"} 1",
+            "vnet_interface_kernel_path{interface=\"vm1\"} 0",
+            "vnet_link_kernel_path{link=\"h2\"} 1",
+            "vnet_link_kernel_path{link=\"h3\"} 0",
+            "vnet_kernel_flows{} 4096",
+            "vnet_kernel_flow_refusals_total{} 17",
+        ] {
+            assert!(text.lines().any(|is| is == line), "no line '{line}' in:\n{text}");
+        }
+        let mut without = reading();
+        without.status.kernel = None;
+        assert!(!write(without).unwrap().contains("\nvnet_kernel_flows{"), "a host without interfaces");
+    }
+}

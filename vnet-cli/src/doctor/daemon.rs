@@ -188,10 +188,12 @@ fn guests(interfaces: &[Interface]) -> Finding {
 /// Interfaces of containers and of existing devices have the kernel's own path, which outlives vnetd.
 fn kernel_path(daemon: &Daemon) -> Finding {
     const WHY: &str = "frames that pass vnetd wait for a dispatcher; the kernel forwards known flows between containers at once";
-    let may = |interface: &Interface| matches!(&*interface.settings.text("kind"), "veth" | "local");
     let chosen = |interface: &Interface| matches!(interface.path_reason.as_deref(), Some(LIMITED | GUARDED));
     let missing = |interface: &&Interface| {
-        may(interface) && interface.state == "up" && interface.path != "kernel" && !chosen(interface)
+        interface.may_have_kernel_path()
+            && interface.state == "up"
+            && interface.path != "kernel"
+            && !chosen(interface)
     };
     if let Some(interface) = daemon.interfaces.iter().find(missing) {
         let reason = interface.path_reason.as_deref().unwrap_or("no reason given");
@@ -207,7 +209,12 @@ fn kernel_path(daemon: &Daemon) -> Finding {
     }
     let with = daemon.interfaces.iter().filter(|interface| interface.path == "kernel").count();
     let mut what = format!("{with} of {} interfaces", daemon.interfaces.len());
-    if let Some(why) = daemon.status.kernel.as_ref().and_then(|kernel| kernel.link_reason.as_ref()) {
+    let summary = daemon.status.kernel.as_ref();
+    // A kind without the path, or a setting, is a choice.
+    what.extend(
+        summary.and_then(|kernel| kernel.interface_reason.as_ref()).map(|why| format!("; not from {why}")),
+    );
+    if let Some(why) = summary.and_then(|kernel| kernel.link_reason.as_ref()) {
         what += &format!("; not to other hosts: {why}");
         // Sealing is a choice.
         if why != SEALED_LINKS_ONLY {

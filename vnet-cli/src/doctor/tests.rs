@@ -169,8 +169,36 @@ fn socket_buffer_limits_do_not_apply_to_cap_net_admin() {
     assert_eq!(level(&examine(&host, Some(&daemon())), "rmem"), Level::Ok);
 }
 
-const SUMMARY: KernelSummary =
-    KernelSummary { interfaces: 1, flows: 0, refused: 0, pin_error: None, link_reason: None };
+const SUMMARY: KernelSummary = KernelSummary {
+    interfaces: 1,
+    flows: 0,
+    refused: 0,
+    pin_error: None,
+    interface_reason: None,
+    link_reason: None,
+};
+
+#[test]
+fn the_doctor_says_why_an_interface_lacks_the_kernels_path() {
+    let (_dir, host) = host(&[]);
+    let said = |daemon: &Daemon| {
+        let findings = examine(&host, Some(daemon));
+        let found = findings.into_iter().find(|finding| finding.check == "kernel-path").unwrap();
+        (found.level, found.what)
+    };
+    let why = "the kernel takes no programs: Operation not permitted";
+    let mut without = daemon();
+    without.interfaces[0].settings.set("kind", Some("veth"));
+    without.interfaces[0].path_reason = Some(why.into());
+    let name = without.interfaces[0].name.clone();
+    assert_eq!(said(&without), (Level::Warn, format!("not for interface {name}: {why}")));
+    let mut virtual_machine = daemon();
+    let reason = format!("interface {name}: only kinds veth and local have it, this is kind vhost-user");
+    let kernel = KernelSummary { interfaces: 0, interface_reason: Some(reason.clone()), ..SUMMARY };
+    virtual_machine.status.kernel = Some(kernel);
+    let of = virtual_machine.interfaces.len();
+    assert_eq!(said(&virtual_machine), (Level::Ok, format!("0 of {of} interfaces; not from {reason}")));
+}
 
 #[test]
 fn each_fault_of_a_daemon_is_found() {

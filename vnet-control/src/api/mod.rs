@@ -65,7 +65,7 @@ pub struct Status {
     /// The distributed overlay, if configured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub overlay: Option<OverlaySummary>,
-    /// The kernel's own path, if an interface has requested it.
+    /// The kernel's own path; absent on a host without interfaces.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kernel: Option<KernelSummary>,
     /// Seconds until this host's certificate expires; 0 if it has expired, absent without `[identity]`.
@@ -260,6 +260,13 @@ pub struct Interface {
     pub settings: InterfaceSettings,
 }
 
+impl Interface {
+    /// True if the interface is of a kind that can have the path `kernel`.
+    pub fn may_have_kernel_path(&self) -> bool {
+        matches!(&*self.settings.text("kind"), "veth" | "local")
+    }
+}
+
 /// Serde default: older daemons omit this field.
 fn vnetd_path() -> String {
     "vnetd".into()
@@ -412,6 +419,10 @@ pub struct KernelSummary {
     /// Why programs and maps cannot be pinned, so that the next vnetd cannot adopt flows; absent if it can.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pin_error: Option<String>,
+    /// Why an interface does not have the path `kernel`: the first one of kind `veth` or `local`, otherwise the first one; absent if
+    /// all have it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub interface_reason: Option<String>,
     /// Why no link has the path `kernel`; absent if one has, or if there are no links.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub link_reason: Option<String>,

@@ -18,11 +18,11 @@ use super::netns::Netns;
 use super::tap::TapError;
 use crate::netlink::{self, Netlink};
 use crate::wire::ethernet::Mac;
+use crate::wire::vxlan::SUPER_FRAME_MAX;
 
-/// The container's kernel cuts super-frames of this length in bytes and more before the device: those beyond `SUPER_FRAME_MAX`
-/// (programs/shared.h), so that the wire's headers fit into the same IP packet. TCP's stay well below it, by Linux's `MAX_TCP_HEADER`;
+/// The container's kernel cuts super-frames of this length in bytes and more before the device: those that do not take the wire. TCP's stay well below it, by Linux's `MAX_TCP_HEADER`;
 /// messages of segmented UDP are as long as the program makes them, up to 65 535 bytes with their IP header.
-const GSO_MAX_SIZE: u32 = 65_500;
+const GSO_MAX_SIZE: u32 = SUPER_FRAME_MAX as u32 + 1;
 
 /// Configuration of a container's interface.
 #[derive(Clone, Debug)]

@@ -23,6 +23,7 @@ use crate::inherit::{Inheritance, WIRE};
 use crate::netlink::{self, Netlink};
 use crate::wire::ethernet::HEADER_LEN;
 use crate::wire::offload::VIRTIO_NET_HDR_LEN;
+use crate::wire::vxlan::TRIAL_REMOTE;
 
 const DEVICE: &str = "vnet-wire";
 const TAP: &str = "vnet-wire-tap";
@@ -124,13 +125,7 @@ impl Wire {
 
     /// Sends a trial to `remote`. One that cannot be sent counts as lost.
     pub fn try_out(&self, remote: Ipv4Addr) {
-        let mut trial = [0; VIRTIO_NET_HDR_LEN + TRIAL_LEN];
-        let frame = &mut trial[VIRTIO_NET_HDR_LEN..];
-        // The source is a valid station address, the destination is zero.
-        frame[6] = 2;
-        frame[12..14].copy_from_slice(&TRIAL_TYPE);
-        frame[14..18].copy_from_slice(&remote.octets());
-        let _ = (&self.file).write(&trial);
+        let _ = (&self.file).write(&[&[0; VIRTIO_NET_HDR_LEN][..], &trial(remote)].concat());
     }
 
     /// The TAP's descriptor, readable while frames are waiting.
@@ -152,6 +147,15 @@ impl Drop for Wire {
             let _ = remove(DEVICE);
         }
     }
+}
+
+/// A trial for `remote`. The source is a valid station address, the destination is zero.
+fn trial(remote: Ipv4Addr) -> [u8; TRIAL_LEN] {
+    let mut frame = [0; TRIAL_LEN];
+    frame[6] = 2;
+    frame[12..14].copy_from_slice(&TRIAL_TYPE);
+    frame[TRIAL_REMOTE..TRIAL_REMOTE + 4].copy_from_slice(&remote.octets());
+    frame
 }
 
 /// True if a frame of network 0 is a trial: no station has a zero address.
@@ -212,8 +216,8 @@ mod tests {
 
     #[test]
     fn a_trial_is_no_stations_frame() {
-        let mut frame = [0; TRIAL_LEN];
-        frame[12..14].copy_from_slice(&TRIAL_TYPE);
+        let mut frame = trial(Ipv4Addr::new(192, 0, 2, 2));
+        assert_eq!(frame[12..18], [0x88, 0xb5, 192, 0, 2, 2]);
         assert!(is_trial(&frame));
         frame[0] = 2;
         assert!(!is_trial(&frame), "a station's");

@@ -50,15 +50,19 @@
 
 mod flows;
 mod hooks;
+#[cfg(test)]
+mod load_tests;
 mod mapping;
 mod netkit;
 mod pins;
 #[cfg(test)]
 mod pins_tests;
+#[cfg(test)]
+mod segment_tests;
 mod shared;
 mod succession;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 #[cfg(test)]
 mod vtep_tests;
 
@@ -367,9 +371,7 @@ impl Kernel {
         origin: Origin,
     ) -> Result<Attached, KernelError> {
         let GuestDevice { host, tap, .. } = device;
-        if !is_at_least(TCX) {
-            return Err(KernelError::Device(host.0.clone(), "that needs Linux 6.6".into()));
-        }
+        check_lan(&host.0, KernelVersion::current().unwrap_or(TCX))?;
         let mut attached = self.claim([host.1, tap.1]);
         attached.hooks.extend(self.attach_program("ends", tap, Stays::Never)?);
         self.set_port(device, origin)?;
@@ -520,6 +522,12 @@ impl Deref for Kernel {
     fn deref(&self) -> &[AtomicU32] {
         &self.state().versions
     }
+}
+
+/// Checks that a kernel of this version takes programs at the device of a local network.
+fn check_lan(device: &str, version: KernelVersion) -> Result<(), KernelError> {
+    let refused = || KernelError::Device(device.into(), "that needs Linux 6.6".into());
+    if version >= TCX { Ok(()) } else { Err(refused()) }
 }
 
 fn is_at_least(version: KernelVersion) -> bool {

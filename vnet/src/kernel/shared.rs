@@ -213,6 +213,7 @@ unsafe impl Pod for PeerValue {}
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::wire::vxlan::{SUPER_FRAME_MAX, TRIAL_REMOTE, WIRE_PORT};
     use std::fmt::Write;
     use std::mem::offset_of;
     use std::path::Path;
@@ -256,7 +257,9 @@ mod tests {
             ("TO_LINK", TO_LINK as usize),
             ("PEERS_MAX", PEERS_MAX as usize),
             ("NO_NAMESPACE", NO_NAMESPACE as usize),
-            ("WIRE_PORT", crate::wire::vxlan::WIRE_PORT.into()),
+            ("WIRE_PORT", WIRE_PORT.into()),
+            ("SUPER_FRAME_MAX", SUPER_FRAME_MAX),
+            ("TRIAL_REMOTE", TRIAL_REMOTE),
         ] {
             writeln!(ours, "{name} {ours_is}").unwrap();
             writeln!(probe, "printf(\"{name} %zu\\n\", (size_t){name});").unwrap();

@@ -11,6 +11,8 @@ use super::inquiry::{Inbox, MAGIC, TEXT_MAX};
 use super::native::direct_ports::{DirectOffer, DirectPort, DirectState};
 use super::native::link_part::Native;
 use super::native::send_probes::{Courier, unfit};
+#[cfg(test)]
+use super::native::wire_state::WireState;
 use super::options::{LinkKind, LinkOptions, Security, SourceMatch};
 use super::path::probe_health::{NameTag, Probed};
 use super::path::state::{Path, udp_payload};
@@ -277,6 +279,15 @@ impl Link {
     /// [`Link::is_wire_ready`], if that has changed since the last call.
     pub fn wire_change(&self, now_ms: u64) -> Option<bool> {
         self.native()?.wire.change(self.heard_ms(), now_ms)
+    }
+
+    /// Takes the wire as if the other host had just announced that it receives this host's trials.
+    #[cfg(test)]
+    pub(crate) fn assume_wire(&self, now_ms: u64) {
+        let other = WireState::default();
+        other.tried(now_ms);
+        let said = other.announcement(Duration::ZERO, now_ms).unwrap();
+        self.native().unwrap().wire.announced(&said, now_ms);
     }
 
     /// Whether the link negotiates direct ports.

@@ -17,6 +17,11 @@ pub const HEADER_LEN: usize = 8;
 pub const PORT: u16 = 4789;
 /// UDP port of the wire, the kernel's own path between vnet hosts. Not [`PORT`], which other programs of the host may use.
 pub const WIRE_PORT: u16 = 9789;
+/// Longest TSO frame in bytes that takes the wire: with the headers of IPv4 (20), UDP (8) and VXLAN around it, it still fits into one
+/// IP packet.
+pub const SUPER_FRAME_MAX: usize = 65_535 - 20 - 8 - HEADER_LEN;
+/// Offset of the other host's IPv4 address in a trial of the wire: behind the Ethernet header.
+pub const TRIAL_REMOTE: usize = ethernet::HEADER_LEN;
 
 /// The I flag.
 const VALID: u8 = 0x08;

@@ -1,4 +1,4 @@
-/* The programs' object: one file per hook. Compiled by `make programs`, loaded by vnetd. */
+/* The programs' object: one file per hook. Compiled by `compile` in this folder, loaded by vnetd. */
 #include "common.h"
 #include "to_wire.h"
 #include "from_wire.h"
