@@ -318,7 +318,6 @@ def test_established_flows_outlive_vnetd(host: Host):
     print("back after", " ".join(f"{seconds:.2f}" for seconds in sorted(back)), "s")
     assert_none_lost(text)
     assert lost <= 1, "the receiver's word for the last one may be on its way"
-    assert late <= kills
     if "VNET_TEST_KILLS" in os.environ:
         # A run at length, on a quiet machine.
         assert max(back) <= 1
