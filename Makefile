@@ -153,8 +153,8 @@ fuzz: packages $(TOOLS)/bin/cargo-fuzz-$(CARGO_FUZZ) ## Run every fuzz target fo
 	.ci/fuzz $(or $(SECONDS),900) all
 
 .PHONY: kernel-path
-kernel-path: build .venv/made ## Test the kernel's own path at length: 100 kills of vnetd, 1000 changes of rules, 10^6 random verdicts.
-	cd lab && VNET_TEST_KILLS=100 VNET_TEST_CHANGES=1000 ../.venv/bin/pytest tests/test_kernel_path.py --capture=no
+kernel-path: build .venv/made ## Test the kernel's own path at length: kills of vnetd, changes of rules and paths, 10^6 random verdicts.
+	cd lab && VNET_TEST_KILLS=100 VNET_TEST_CHANGES=1000 VNET_TEST_CAPTURES=100 ../.venv/bin/pytest tests/test_kernel_path.py tests/test_kernel_changes.py --capture=no
 	VNET_TEST_FRAMES=1000000 $(PROGRAMS) $(LINTED) cargo test --quiet --locked --package vnet --lib kernel_path
 
 .PHONY: kernels

@@ -35,6 +35,7 @@ LONG = [
     "move",
     "migration",
     "kernel_vtep",
+    "kernel_mtu",
 ]
 """The slowest modules, slowest first: one that starts last would keep all other workers waiting."""
 os.environ.setdefault("VNET_LAB_PATIENCE_S", "90")

@@ -1,12 +1,13 @@
 """A vnetd in a network namespace of its own, for tests of the kernel's own path."""
 
+import contextlib
 import http.client
 import json
 import re
 import signal
 import socket
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -57,6 +58,11 @@ class Host:
 
     def request(self, method: str, path: str, body: dict | None = None) -> dict | None:
         """Asks the API itself: a command takes as long as a hundred requests."""
+        text = self.fetch(method, path, body)
+        return json.loads(text) if text else None
+
+    def fetch(self, method: str, path: str, body: dict | None = None) -> bytes:
+        """What the API answers."""
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(f"{self.directory}/control.sock")
             api = http.client.HTTPConnection("vnetd")
@@ -65,7 +71,24 @@ class Host:
             answer = api.getresponse()
             text = answer.read()
             assert answer.status < 300, text
-            return json.loads(text) if text else None
+            return text
+
+    def metric(self, sample: str) -> float:
+        """The value of a sample of the metrics, by its name and labels."""
+        (value,) = re.findall(rf"^{re.escape(sample)} (\S+)$", self.fetch("GET", "/metrics").decode(), re.MULTILINE)
+        return float(value)
+
+    @contextlib.contextmanager
+    def events(self) -> Iterator[Callable[[], list[dict]]]:
+        """Listens to events while the context lasts; yields a function that returns those so far."""
+        file = self.directory / "events"
+        words = ["curl", "-sSN", "-D", "-", "--unix-socket", f"{self.directory}/control.sock", "http://vnetd/v1/events"]
+        with file.open("wb") as output, subprocess.Popen(words, stdout=output) as process:
+            try:
+                wait_until("the API to answer", lambda: "\r\n\r\n" in file.read_bytes().decode(), 60)
+                yield lambda: [json.loads(data) for data in re.findall(r"^data:(.*)\n", file.read_text(), re.MULTILINE)]
+            finally:
+                process.kill()
 
     def frames(self) -> tuple[int, int]:
         """Frames received from interface "one", and frames that dispatchers have forwarded."""

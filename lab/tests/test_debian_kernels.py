@@ -1,7 +1,8 @@
 """The kernel's own path on Debian's kernels: vnetd and two containers run in an emulated guest.
 
 Uses Debian 12's own kernel; with VNET_LAB_KERNELS=1 (`make kernels`) also the newer kernel of its security archive and
-that of Debian 11. The newer one has netkit, and also runs two hosts.
+that of Debian 11. The newer one has netkit. Each guest also runs two hosts; before Linux 6.6 all frames of their wire
+take the VXLAN device.
 """
 
 import json
@@ -23,13 +24,16 @@ if "VNET_LAB_KERNELS" in os.environ:
     # Optional, because each takes a 40 MB download and another minute.
     KERNELS["6.12"] = ("linux-image-6.12-cloud-amd64", "")
     KERNELS["5.10"] = ("linux-image-cloud-amd64", "bullseye")
-MODULES = ("veth", "tun", "sch_ingress", "cls_bpf")
-MORE_MODULES = {"6.12": ("vxlan",)}
+MODULES = ("veth", "tun", "sch_ingress", "cls_bpf", "vxlan", "8021q")
 PAIRS = {"6.12": ["netkit", "netkit", "veth"]}
 """Which pairs connect the containers, where not all are veth."""
+MAKES_DATAGRAMS = (6, 6)
+"""Since then programs make and take the wire's datagrams themselves, past its device."""
 END_S = 600
 """Time limit; an emulated guest needs about a tenth of it."""
 BYTES = 20 << 20
+SEGMENTS = BYTES // 1448
+"""TCP segments of the containers' MTU that carry these bytes."""
 
 
 def frames(stats: dict) -> tuple[int, int]:
@@ -46,6 +50,12 @@ def by_vnetd(found: dict[str, str], name: str) -> int:
     """Frames that dispatchers have forwarded between the results "before-NAME" and "after-NAME"."""
     before, after = (frames(json.loads(found[f"{when}-{name}"]))[1] for when in ("before", "after"))
     return after - before
+
+
+def carried(found: dict[str, str], name: str) -> int:
+    """Frames that the first host's wire device had carried at the result "device-NAME"."""
+    (link,) = json.loads(found[f"device-{name}"])
+    return link["stats64"]["rx"]["packets"] + link["stats64"]["tx"]["packets"]
 
 
 def paths(interfaces: str) -> list[tuple[str, str]]:
@@ -66,8 +76,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ...]:
 def test_the_kernel_forwards(version: str, programs: tuple[Path, ...], tmp_path: Path):
     tools = ("ip", "ping", "iperf3")
     package, suite = KERNELS[version]
-    modules = (*MODULES, *MORE_MODULES.get(version, ()))
-    recipe = Recipe(package, suite, INIT.with_name("kernel-path"), modules, tools, programs)
+    recipe = Recipe(package, suite, INIT.with_name("kernel-path"), MODULES, tools, programs)
     image = ensure_image(lab.CACHE, recipe, tmp_path)
     words = [QEMU, "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-machine", "pc", *accelerator()]
     words += ["-m", "512M", "-serial", "stdio", "-kernel", str(image.kernel), "-initrd", str(image.initramfs)]
@@ -100,7 +109,20 @@ def test_the_kernel_forwards(version: str, programs: tuple[Path, ...], tmp_path:
         assert "50 received" in found[f"pings-veth-{number}"], text[-5000:]
         # What ARP and IPv6 need, and no more.
         assert by_vnetd(found, f"veth-{number}") < 40
-    if version in MORE_MODULES:
-        assert paths(found["wire-interfaces"]) == [("kernel", "netkit")], text[-5000:]
-        assert "100 received" in found["pings-wire"], text[-5000:]
-        assert by_vnetd(found, "wire") < 60, text[-5000:]
+    (pair, *_) = PAIRS.get(version, ["veth"])
+    assert paths(found["wire-interfaces"]) == [("kernel", pair)], text[-5000:]
+    assert [link["path"] for link in json.loads(found["links"])] == ["kernel"], text[-5000:]
+    assert "100 received" in found["pings-wire"], text[-5000:]
+    assert by_vnetd(found, "wire") < 60, text[-5000:]
+    # Trials take the device on every kernel.
+    by_device = carried(found, "after-pings") - carried(found, "before-pings")
+    if tuple(map(int, version.split("."))) < MAKES_DATAGRAMS:
+        assert by_device >= 140, "requests and answers that vnetd has not sent"
+    streamed = (frames(json.loads(found[name])) for name in ("after-wire", "after-wire-tcp"))
+    passed, moved = (after - before for before, after in zip(*streamed, strict=True))
+    assert passed >= BYTES / 2 / 65536
+    assert moved < passed / 2
+    # The containers' MTU is the underlay's: each segment would leave in two fragments.
+    created = int(found["fragments-after-tcp"]) - int(found["fragments"])
+    assert created < SEGMENTS / 5
+    assert carried(found, "after-tagged") - carried(found, "before-tagged") >= BYTES / 2 / 65536

@@ -1,21 +1,20 @@
 """The kernel's own path: known flows between containers bypass dispatchers; other frames behave as with TAPs."""
 
 import contextlib
-import ctypes
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from conftest import PROGRAMS
 from kernel_host import Host, assert_none_lost, devices
+from rule_changes import change_rules, refused_datagrams
 
 from vnetlab import daemon
 from vnetlab.run import run, wait_until
@@ -156,53 +155,10 @@ def test_a_rule_holds_once_it_is_acknowledged(host: Host):
     host.balance()
 
 
-def refused_datagrams(namespace: str) -> Callable[[], int]:
-    """Reads how many datagrams found a full socket in a namespace, without the time that a process takes."""
-    opened = []
-
-    def enter() -> None:
-        with Path(f"/run/netns/{namespace}").open() as file:
-            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0x40000000):
-                raise OSError(ctypes.get_errno(), "setns")
-        opened.append(Path("/proc/thread-self/net/snmp").open())  # noqa: SIM115
-
-    thread = threading.Thread(target=enter)
-    thread.start()
-    thread.join()
-
-    def read() -> int:
-        opened[0].seek(0)
-        names, values = (line.split() for line in opened[0] if line.startswith("Udp:"))
-        return int(values[names.index("RcvbufErrors")])
-
-    return read
-
-
 def test_no_frame_by_an_old_rule(host: Host):
     """Rules change under traffic, VNET_TEST_CHANGES times. After each acknowledgement none comes by the old one."""
-    changes = int(os.environ.get("VNET_TEST_CHANGES", "30"))
-    sender = "import socket\ns = socket.socket(type=socket.SOCK_DGRAM)\nwhile True: s.sendto(b'x', ('10.77.0.2', 9))"
-    frames = refused_datagrams(TWO)
-    came = 0
-    words = ["ip", "netns", "exec", TWO, sys.executable, "-c", "import socket, time\ns = socket.socket(type=2)\n"]
-    words[-1] += "s.bind(('', 9))\nprint(flush=True)\ntime.sleep(3600)"
-    # Somebody listens, so that no refusals come back; nobody reads, so that each datagram is counted at once.
-    with subprocess.Popen(words, stdout=subprocess.PIPE) as listener:
-        listener.stdout.readline()
-        with subprocess.Popen(["ip", "netns", "exec", ONE, sys.executable, "-c", sender]) as process:
-            try:
-                for change in range(changes):
-                    before = frames()
-                    wait_until("frames", lambda before=before: frames() > before + 10, 30)
-                    rule = host.request("POST", "/v1/routes", {"dst": MACS[TWO], "to": "interface one"})["index"]
-                    acknowledged = frames()
-                    time.sleep(0.002)
-                    came += frames() - acknowledged
-                    assert came == 0, f"change {change}"
-                    host.request("DELETE", f"/v1/routes/{rule}")
-            finally:
-                process.kill()
-                listener.kill()
+    with refused_datagrams(ONE, TWO, ADDRESSES[TWO]) as frames:
+        change_rules(host, {"dst": MACS[TWO], "to": "interface one"}, frames)
     host.balance()
 
 
@@ -261,12 +217,15 @@ def test_a_rate_is_limited_by_the_kernel(host: Host):
         run(["tc", "-n", ONE, "qdisc", "del", "dev", "eth0", "root"])
     assert received(ping(20)) == 20
     # A limit of the interface is vnetd's.
+    up = 'vnet_interface_kernel_path{interface="one"}'
     host.vnet("interface", "set", "one", "rate_limit=1000")
     assert paths(host) == [("vnetd", "it has a rate limit"), ("kernel", "")]
     assert host.ask("status")["kernel"]["interfaces"] == 1
+    assert host.metric(up) == 0
     assert host.grows(20, lambda: ping(20))[1] >= 20
     host.vnet("interface", "set", "one", "rate_limit=0")
     assert paths(host) == [("kernel", ""), ("kernel", "")]
+    assert host.metric(up) == 1
 
 
 def test_a_renamed_device_is_noted(host: Host):
@@ -311,7 +270,7 @@ def failed_start(host: Host) -> str:
 def test_established_flows_outlive_vnetd(host: Host):
     """Killed, a failed start, started again, under pings every 5 ms and a TCP stream: no ping is lost.
 
-    VNET_TEST_KILLS sets the number of kills; the times until vnetd has both interfaces again are printed.
+    VNET_TEST_KILLS sets the number of kills, and asserts that vnetd has both interfaces again within a second.
     """
     kills = int(os.environ.get("VNET_TEST_KILLS", "3"))
     back = []
@@ -355,6 +314,9 @@ def test_established_flows_outlive_vnetd(host: Host):
     print("back after", " ".join(f"{seconds:.2f}" for seconds in sorted(back)), "s")
     assert_none_lost(text)
     assert lost <= 1, "the receiver's word for the last one may be on its way"
+    if "VNET_TEST_KILLS" in os.environ:
+        # A run at length, on a quiet machine.
+        assert max(back) <= 1
     assert host.grows(100, lambda: ping(100))[1] < 30
     host.balance()
 

@@ -145,8 +145,34 @@ def test_known_flows_pass_no_dispatcher(hosts: list[Host]):
     trace = hosts[0].ask("trace", MACS[0], MACS[1])
     assert trace["to"] == ["link peer"]
     assert path(hosts[0]) == ("kernel", None)
-    assert "link_reason" not in hosts[0].ask("status")["kernel"]
+    status = hosts[0].ask("status")["kernel"]
+    assert "link_reason" not in status
     assert 0 < trace["kernel_ms"] <= 2000
+    assert hosts[0].metric('vnet_interface_kernel_path{interface="one"}') == 1
+    assert hosts[0].metric('vnet_link_kernel_path{link="peer"}') == 1
+    # Both directions, at least.
+    assert hosts[0].metric("vnet_kernel_flows{}") >= 2
+    assert status["flows"] >= 2
+
+
+def test_flows_are_counted_by_bytes(hosts: list[Host]):
+    """The flows of both directions have the frames and bytes of the pings, on both hosts."""
+
+    def counted() -> list[tuple[int, int]]:
+        flows = [
+            {(flow["src"], flow["dst"]): (flow["frames"], flow["bytes"]) for flow in host.ask("flows")}
+            for host in hosts
+        ]
+        return [of_host.get(flow, (0, 0)) for of_host in flows for flow in (tuple(MACS), tuple(reversed(MACS)))]
+
+    assert ping(20) == 20
+    before = counted()
+    assert ping(100, "-s", "1000") == 100
+    frames, length = 100, 1000 + 8 + 20 + 14
+    for after, then in zip(counted(), before, strict=True):
+        # Whoever decides a flow again sends single frames of it by vnetd; ARP asks known neighbours again.
+        assert frames - 10 <= after[0] - then[0] <= frames + 2
+        assert (frames - 10) * length <= after[1] - then[1] <= (frames + 1) * length
 
 
 @pytest.mark.parametrize("size", [1472, 8800, 65000])
@@ -404,14 +430,29 @@ def test_established_flows_outlive_a_hosts_vnetd(hosts: list[Host]):
         host.balance()
 
 
+def paths_told(events: list[dict]) -> list[str]:
+    """The paths of the link that events tell, in turn."""
+    return [event["path"] for event in events if (event.get("object"), event.get("name")) == ("link", "peer")]
+
+
 def test_a_blocked_port_leaves_all_to_vnetd(hosts: list[Host]):
-    """Flows come up again when the other host no longer hears the wire, and return to it."""
+    """Flows come up again when the other host no longer hears the wire, and return to it. Events tell of both."""
+    with hosts[0].events() as events:
+        blocked(hosts, events)
+        wait_until("an event", lambda: paths_told(events()) == ["vnetd", "kernel"], 60)
+    assert hosts[0].metric('vnet_link_kernel_path{link="peer"}') == 1
+
+
+def blocked(hosts: list[Host], events: Callable[[], list[dict]]) -> None:
+    """Blocks the wire's port at the second host for a while."""
     nft = ["ip", "netns", "exec", HOSTS[1], "nft"]
     run([*nft, "add table inet block; add chain inet block in { type filter hook input priority 0; }"])
     run([*nft, f"add rule inet block in udp dport {WIRE_PORT} drop"])
     try:
         # Answers come by the wire: the other direction is open.
         wait_until("pings to pass vnetd", lambda: ping_by_vnetd(hosts[0]) >= 20, 60)
+        wait_until("an event", lambda: paths_told(events()) == ["vnetd"], 60)
+        assert hosts[0].metric('vnet_link_kernel_path{link="peer"}') == 0
         wait_until("the link to say why", lambda: path(hosts[0]) == ("vnetd", SILENT), 60)
         assert hosts[0].ask("status")["kernel"]["link_reason"] == f"link peer: {SILENT}"
         wait_until("the other direction's path", lambda: path(hosts[1])[0] == "kernel", 60)
