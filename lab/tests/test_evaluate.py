@@ -20,7 +20,7 @@ from vnetlab.bench.contenders import Ends
 from vnetlab.bench.result import METRICS, Failure, Result
 from vnetlab.daemon import REPOSITORY
 from vnetlab.evaluate import files, guests, network, papers, ranks, report, store
-from vnetlab.evaluate.applications import KERNELS
+from vnetlab.evaluate.applications import KERNELS, LONG
 from vnetlab.evaluate.claims import Claim
 from vnetlab.evaluate.document import Heading, List, Plot, Table, Text, markdown, page
 from vnetlab.evaluate.experiments import EXPERIMENTS
@@ -31,6 +31,7 @@ from vnetlab.evaluate.kinds import (
     JUDGED,
     KINDS,
     NATIVE,
+    ON_ONE_HOST,
     STANDS_FOR,
     TAP,
     VETH,
@@ -184,6 +185,16 @@ def test_placements():
     assert {(name, split) for name in ("inter", "intra") for split in ("4x1x1", "1x4x1", "1x1x4")} <= found
     crowded = next(case for case in _cases("placement") if case.conditions["placement"] == "one host")
     assert crowded.settings.containers == 4
+
+
+def test_two_ranks_compute_for_seconds():
+    """More steps than class A has, unless a class is chosen. Cases differ by the number of ranks only."""
+    usual, small = _cases("scaling"), _cases("scaling", advect="S")
+    assert {case.conditions["class"] for case in usual} == {LONG["A"][0]}
+    assert {case.conditions["class"] for case in small} == {"S"}
+    differ = {key for case in usual for key in case.conditions if case.conditions[key] != usual[0].conditions[key]}
+    assert differ == {"ranks"}
+    assert {turn.contender for turn in usual[0].turns} >= {ON_ONE_HOST.name, NATIVE.name}
 
 
 def test_an_hour_of_throughput_does_not_mix_with_30_seconds():

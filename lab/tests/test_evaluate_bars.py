@@ -119,6 +119,7 @@ def test_early_notifications_must_be_faster_for_large_pings():
     made.add({"between": "virtual machines", "trace": "steps"}, "56 bytes", {"trace_rtt_us": 1})
     small, large = (bar(f"{EARLY_ALWAYS}: pings of {sizes}") for sizes in ("56", "1024"))
     assert (small.met(made), large.met(made)) == (True, False), "equal is enough below 1 KiB only"
+    assert large.row(made)[2].startswith(f"ping 1024 B: 1.000x with {EARLY_ALWAYS} (between virtual machines)")
     assert "the trace" in large.row(made)[3]
 
 

@@ -24,6 +24,8 @@ COUNTS = (1, 2, 4, 8)
 CHECKED_SIZE = "S"
 """Class of runs with more ranks than are timed: they show that results are right."""
 RANKS_A_HOST = (1, 2, 3, 4)
+LONG = {"A": ("A with 2 048 steps", "128x128x128x2048")}
+"""Problems of which two ranks compute for seconds, by class: name, and argument of the program."""
 SHARES = 4
 """Steps from as few messages between hosts as possible to all."""
 THREADS = (1, 2)
@@ -132,14 +134,17 @@ def _stream_beside(topology: Topology, ends: Ends) -> Iterator[None]:
         running.result()
 
 
-def _advect(options: EvaluateOptions, under: Under, place: ranks.Placement, split: str, *bounds: Contender) -> Case:
-    """The advective application with ranks placed on hosts; `bounds` are contenders beside the kinds."""
+def _advect(
+    options: EvaluateOptions, under: Under, place: ranks.Placement, split: str, bound: Contender, *, long: bool = False
+) -> Case:
+    """The advective application with ranks placed on hosts; `bound` is a contender beside the kinds."""
     wire, mtu = under
+    size, cells = LONG.get(options.advect, (options.advect,) * 2) if long else (options.advect,) * 2
     hosts = place.hosts
     conditions: Conditions = {
         "wire": wire,
         "MTU": mtu,
-        "class": options.advect,
+        "class": size,
         "ranks": len(hosts),
         "split": split,
         "placement": place.name,
@@ -150,10 +155,10 @@ def _advect(options: EvaluateOptions, under: Under, place: ranks.Placement, spli
     def load(topology: Topology, ends: Ends, kind: Contender) -> Sample:
         transports = mpi.SHARED_MEMORY if kind in (SHARED, ON_ONE_HOST) else mpi.TCP
         where = [0] * len(hosts) if kind is ON_ONE_HOST else hosts
-        return ranks.measure(topology, ends, "advect", [options.advect, split], where, transports)
+        return ranks.measure(topology, ends, "advect", [cells, split], where, transports)
 
     a_host = max(map(hosts.count, hosts))
-    return case(conditions, options.topology(wire, mtu, a_host), [*KINDS, *bounds], load)
+    return case(conditions, options.topology(wire, mtu, a_host), [*KINDS, bound], load)
 
 
 def _unnamed(case: Case, name: str) -> Case:
@@ -183,8 +188,9 @@ def scaling(options: EvaluateOptions) -> list[Case]:
         for each in options.some(RANKS_A_HOST):
             count = options.hosts * each
             place = ranks.Placement(ranks.INTER, ranks.spread(count, options.hosts, count - 1))
+            found = _advect(options, under, place, f"{count}x1x1", ON_ONE_HOST, long=True)
             # The split follows from the number of ranks, and would make a plot's line of each point.
-            cases.append(_unnamed(_advect(options, under, place, f"{count}x1x1", ON_ONE_HOST), "split"))
+            cases.append(_unnamed(found, "split"))
     return cases
 
 

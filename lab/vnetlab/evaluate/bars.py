@@ -64,16 +64,18 @@ class Bar:
         figure = f"no figures: {lacking}"
         verdict = MISSED
         if not lacking:
-            value, worst, count = self._worst(result)
-            figure = f"{value:.3f}x with {worst.contender} ({bench.describe(worst.conditions)})"
+            value, ratio, worst, count = self._worst(result)
+            several = len({each.metric for each in self.ratios}) > 1
+            metric = f"{METRICS[ratio.metric].title}: " * several
+            figure = f"{metric}{value:.3f}x with {worst.contender} ({bench.describe(worst.conditions)})"
             figure += f", the worst of {count}" * (count > 1)
             reason = self.worse.get(worst.contender, "")
             verdict = BESIDE if met is None else MET if met else f"{MISSED}{': ' * bool(reason)}{reason}"
         return (self.text, self.bound, figure, verdict, f"`{self.experiment}`")
 
-    def _worst(self, result: Result) -> tuple[float, Measured, int]:
-        """The worst value, its measurement, and the number of all."""
-        found = [(self._value(ratio, each), each) for ratio in self.ratios for each in ratio.measured(result)]
+    def _worst(self, result: Result) -> tuple[float, Ratio, Measured, int]:
+        """The worst value, what it is of, its measurement, and the number of all."""
+        found = [(self._value(ratio, each), ratio, each) for ratio in self.ratios for each in ratio.measured(result)]
         worst = (max if self.at_most is not None else min)(found, key=lambda each: each[0])
         return *worst, len(found)
 

@@ -42,7 +42,8 @@ EXPERIMENTS = {
                 "TCP also in writes of several sizes. " + _SHAPED,
             ),
             under=(_1G, _10G, FAST, _FREE_JUMBO),
-            usual_s=19,
+            rounds=2,
+            usual_s=17,
         ),
         Experiment(
             "requests",
@@ -56,7 +57,7 @@ EXPERIMENTS = {
             axis="bytes",
             under=(_FREE, _1G),
             rounds=2,
-            usual_s=8,
+            usual_s=6,
         ),
         Experiment(
             "variation",
@@ -68,7 +69,8 @@ EXPERIMENTS = {
                 "over tenths of a second. The stream takes 30 s, with --long an hour.",
             ),
             under=(FAST,),
-            usual_s=45,
+            rounds=2,
+            usual_s=40,
         ),
         Experiment(
             "pings",
@@ -78,7 +80,8 @@ EXPERIMENTS = {
             ("ping, one per millisecond, or back to back when a round trip takes longer.",),
             axis="bytes",
             under=(_1G, _10G, FAST, _FREE),
-            usual_s=6,
+            rounds=2,
+            usual_s=4,
         ),
         Experiment(
             "messages",
@@ -89,7 +92,7 @@ EXPERIMENTS = {
             axis="bytes",
             under=(_FREE, FAST),
             rounds=3,
-            usual_s=10,
+            usual_s=6,
         ),
         Experiment(
             "challenge",
@@ -99,7 +102,7 @@ EXPERIMENTS = {
             ("The HPC Challenge suite (Debian's hpcc) with a rank on each of two hosts.", _RANKS, _SHAPED),
             under=_JUDGED,
             rounds=3,
-            usual_s=20,
+            usual_s=11,
         ),
         Experiment(
             "ipoib",
@@ -112,7 +115,7 @@ EXPERIMENTS = {
             ),
             under=tuple((Wire.NONE, mtu) for mtu in applications.IPOIB_MTUS),
             rounds=2,
-            usual_s=20,
+            usual_s=11,
             anywhere=False,
         ),
         Experiment(
@@ -125,7 +128,7 @@ EXPERIMENTS = {
                 "The wire is unlimited: a slower one would hide the dispatchers.",
             ),
             rounds=2,
-            usual_s=9,
+            usual_s=5,
         ),
         Experiment(
             "single",
@@ -137,7 +140,7 @@ EXPERIMENTS = {
                 "the same kind of data path: what the path takes from an application that only computes. The wire is "
                 "faster than the stream, which is limited.",
             ),
-            usual_s=12,
+            usual_s=9,
             relative=True,
         ),
         Experiment(
@@ -153,7 +156,7 @@ EXPERIMENTS = {
             ),
             under=_JUDGED,
             rounds=3,
-            usual_s=8,
+            usual_s=7,
             relative=True,
         ),
         Experiment(
@@ -163,12 +166,12 @@ EXPERIMENTS = {
             ("operations_per_s",),
             (
                 "1 to 8 ranks, alternating between the hosts. More than two share two processors: they are class S and "
-                "show that results are right. LU refuses 8 ranks in class S: it has at most 6 pairs of rows to share.",
+                "show that results are right. SP, BT and LU are not among them: class S has rows for 6 ranks.",
                 _RANKS,
             ),
             axis="ranks",
             under=(_1G,),
-            usual_s=8,
+            usual_s=5,
         ),
         Experiment(
             "pairs",
@@ -178,7 +181,8 @@ EXPERIMENTS = {
             ("One TCP stream in each pair; native has as many streams between the hosts. Sum of all rates.", _SHAPED),
             axis="pairs",
             under=(FAST, _FREE_JUMBO),
-            usual_s=8,
+            rounds=2,
+            usual_s=5,
         ),
         Experiment(
             "placement",
@@ -191,18 +195,19 @@ EXPERIMENTS = {
                 _RANKS,
             ),
             under=(FAST,),
-            usual_s=11,
+            rounds=2,
+            usual_s=6,
         ),
         Experiment(
             "scaling",
             "Advective application by number of ranks",
             applications.scaling,
             ("whole_s", "compute_s"),
-            ("Ranks in a row, neighbours always on different hosts.", _RANKS),
+            ("Ranks in a row, neighbours always on different hosts. Four times the steps of class A.", _RANKS),
             axis="ranks",
             under=(FAST,),
             rounds=3,
-            usual_s=12,
+            usual_s=16,
         ),
         Experiment(
             "share",
@@ -212,7 +217,8 @@ EXPERIMENTS = {
             ("Ranks in a row, four on each host.", _RANKS),
             axis="% of messages between hosts",
             under=(FAST,),
-            usual_s=12,
+            rounds=2,
+            usual_s=6,
         ),
         Experiment(
             "noise",
@@ -224,7 +230,7 @@ EXPERIMENTS = {
                 "The wire is unlimited: 64 bytes take 0.1 us on 10 Gbit/s.",
             ),
             rounds=2,
-            usual_s=9,
+            usual_s=8,
         ),
         Experiment(
             "interconnect",
@@ -238,7 +244,8 @@ EXPERIMENTS = {
             ),
             axis="bytes",
             under=(_FREE_JUMBO,),
-            usual_s=8,
+            rounds=2,
+            usual_s=5,
         ),
         Experiment(
             "files",
@@ -250,7 +257,8 @@ EXPERIMENTS = {
                 "Storage: a folder of the host, overlayfs as containers have it, an emulated guest's virtio-blk disk.",
             ),
             axis="MiB",
-            usual_s=13,
+            rounds=2,
+            usual_s=8,
             anywhere=False,
         ),
         Experiment(
@@ -259,7 +267,7 @@ EXPERIMENTS = {
             guests.ablation,
             ("ping_median_us", "flood_median_us", "tcp_bps"),
             ("The rows of the bench of this name (docs/measurements/ablation.md).",),
-            usual_s=40,
+            usual_s=25,
             anywhere=False,
         ),
         Experiment(
@@ -275,7 +283,7 @@ EXPERIMENTS = {
                 "coalescing a notification is withheld if the density is not between the two. The trace has the "
                 "medians of each step since the event that shows vnetd a ping, as `lab timeline` has them.",
             ),
-            usual_s=40,
+            usual_s=30,
             anywhere=False,
         ),
         Experiment(
@@ -287,7 +295,7 @@ EXPERIMENTS = {
                 "Virtual machines with Debian's Open MPI in their initramfs. Without KVM they are emulated, and run "
                 "four kernels of class S: compare them with each other only.",
             ),
-            usual_s=40,
+            usual_s=15,
             anywhere=False,
         ),
     )
