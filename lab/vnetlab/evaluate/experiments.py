@@ -266,7 +266,10 @@ EXPERIMENTS = {
             "Which part of vnet buys what",
             guests.ablation,
             ("ping_median_us", "flood_median_us", "tcp_bps"),
-            ("The rows of the bench of this name (docs/measurements/ablation.md).",),
+            (
+                "The rows of the bench of this name (docs/measurements/ablation.md). The wire is unlimited: a slower "
+                "one would hide what the parts of vnet buy.",
+            ),
             usual_s=25,
             anywhere=False,
         ),
@@ -276,7 +279,8 @@ EXPERIMENTS = {
             guests.interrupts,
             tuple(f"ping_{size}_us" for size in EARLY_BYTES),
             (
-                "Emulated guests: compare them with each other only. The settings change in turn while machines run. "
+                "Emulated guests: compare them with each other only. They fill 1.2 Gbit/s, so the wire is unlimited. "
+                "The settings change in turn while machines run. "
                 "Early: when data arrives, before it is received. A second "
                 "notification follows at once if data arrives at a rate between alpha and beta. Premature ones came "
                 "too soon and were repeated; masked ones were not sent, because the guest polls. At the end of "

@@ -58,7 +58,7 @@ TRACED = {"direct": OFF, "early": EARLY_ALWAYS, "early from 2048": EARLY_DEFAULT
 
 def chosen(options: EvaluateOptions) -> tuple[str, tuple[str, ...]]:
     """Class and kernels between virtual machines: the options' where KVM runs them, else what an emulator can."""
-    if guest.accelerator()[1] == "kvm":
+    if _kvm():
         size, usual = options.size, KERNELS
     else:
         size, usual = EMULATED_SIZE, EMULATED_KERNELS
@@ -68,7 +68,14 @@ def chosen(options: EvaluateOptions) -> tuple[str, tuple[str, ...]]:
 def _recipe(kernels: tuple[str, ...]) -> Recipe:
     """The guests' image with Open MPI and these kernels."""
     programs = tuple(ranks.PROGRAMS / f"{kernel}-mpi" for kernel in kernels)
-    return with_open_mpi(replace(GUEST, programs=programs))
+    recipe = with_open_mpi(replace(GUEST, programs=programs))
+    # A rank of FT in class A has 300 MB of fields.
+    return replace(recipe, memory="1G") if _kvm() else recipe
+
+
+def _kvm() -> bool:
+    """Whether virtual machines run by KVM rather than in an emulator."""
+    return "kvm" in guest.accelerator()
 
 
 @dataclass(frozen=True)

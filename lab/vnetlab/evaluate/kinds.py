@@ -93,7 +93,8 @@ ELSEWHERE = (
         "full virtualization (VMware), paravirtualization (Xen)",
         "without KVM the emulator's speed hides that of the data path: emulated guests are compared with each other "
         "only",
-        "`lab/lab evaluate machines --contender tap` on a machine with KVM, which the lab then uses",
+        "`lab/lab evaluate machines --contender tap` on a machine with KVM, which the lab then uses, with `--class` "
+        "and `--kernel` as for containers",
     ),
     Elsewhere(
         "virtual machines on vnet, vhost-user",
