@@ -140,6 +140,8 @@ def test_a_claim_without_a_base_is_about_the_figure_itself():
     made.add({}, "early", {"premature_share": 0.01})
     claim = Claim("premature", "premature_share", 0.005, 0.005, ("early",), "")
     assert (claim.theirs, claim.here(made), claim.verdict(made)) == ("0.5 %", "1.0 %", "Agrees.")
+    made.series[0].values = [0.04]
+    assert replace(claim, worse={"early": "late"}).verdict(made) == "Worse here: late."
 
 
 def test_the_case_farthest_from_the_paper_explains_itself():

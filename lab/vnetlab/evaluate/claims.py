@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from vnetlab.bench.result import METRICS, Conditions, Result
 
-TOLERANCE = 0.05
-"""Figures agree if their ranges come this close."""
+TOLERANCE, SHARE_TOLERANCE = 0.05, 0.01
+"""Ratios, or shares, agree if their ranges come this close."""
 Reasons = Mapping[str, str]
 """Why figures differ from the paper's, by the contender whose figure counts."""
 
@@ -101,7 +101,8 @@ class Claim:
         if not found:
             return "Not measured under these conditions."
         low, high = found[0], found[-1]
-        if low.ratio <= self.high + TOLERANCE and high.ratio >= self.low - TOLERANCE:
+        close = TOLERANCE if self.base else SHARE_TOLERANCE
+        if low.ratio <= self.high + close and high.ratio >= self.low - close:
             return "Agrees."
         more = low.ratio > self.high
         better = more == METRICS[self.metric].higher_is_better

@@ -16,7 +16,10 @@ COPIES = {
     TAP.name: COPIED,
     VETH.name: "the wire's headers take 50 bytes of each packet, and frames pass one device more than native",
 }
-RATES = {TAP.name: COPIED, VETH.name: f"not explained yet, as there is no profile ({_HEADROOM})"}
+RATES = {
+    TAP.name: "every frame wakes vnetd, which shares two processors with the ranks, and is copied through user space",
+    VETH.name: f"not explained yet, as there is no profile ({_HEADROOM})",
+}
 """Why rates of applications are worse than the papers', by vnet's path."""
 NO_GUEST = {
     TAP.name: "containers have neither exits nor virtual interrupts, which the paper's guests have",
