@@ -12,7 +12,7 @@ from pathlib import Path
 from vnetlab import daemon, machine, measure, process, remote
 from vnetlab.bench import latency, mpi, usage, vhost, workload
 from vnetlab.bench.case import Case, Turn
-from vnetlab.bench.contenders import Bare, Contender, Ends, Vnet
+from vnetlab.bench.contenders import Bare, Contender, Ends, Vnet, absent
 from vnetlab.bench.result import TCP_WRITES, Conditions, Sample
 from vnetlab.evaluate.kinds import KINDS, NATIVE, TAP
 from vnetlab.evaluate.options import EvaluateOptions, case
@@ -48,11 +48,18 @@ def streams(options: EvaluateOptions, _conditions: Conditions, ends: Ends) -> Sa
 
 def requests(options: EvaluateOptions, conditions: Conditions, ends: Ends) -> Sample:
     """Round trips of TCP requests of one size; with the smallest also of pings."""
+    _need_sockperf()
     size, seconds = int(conditions["bytes"]), options.seconds(2)
     if size == REQUEST_BYTES[0]:
         return workload.rtt(ends, seconds)
     workload.meet(ends)
     return workload.sockperf_ranks(workload.sockperf(ends.source, ends.destination, seconds, message_bytes=size))
+
+
+def _need_sockperf() -> None:
+    """Raises LabError with the command that installs sockperf if it is missing."""
+    if reason := absent("sockperf", "sockperf"):
+        raise LabError(reason)
 
 
 def stream_seconds(options: EvaluateOptions) -> list[Conditions]:
@@ -132,6 +139,7 @@ def _noise(options: EvaluateOptions, under: tuple[str, int], name: str) -> Case:
     """Round trips beside this noise, on an underlay of this wire and MTU."""
 
     def load(topology: Topology, ends: Ends, _kind: Contender) -> Sample:
+        _need_sockperf()
         with contextlib.nullcontext() if name == QUIET else _noisy(topology.hosts[0], NOISES[name]):
             return workload.rtt(ends, options.seconds(2))
 
