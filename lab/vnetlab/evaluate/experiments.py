@@ -14,10 +14,9 @@ def _once(_options: EvaluateOptions) -> list[Conditions]:
     return [{}]
 
 
-def _sizes(sizes: tuple[int, ...], *, first: bool = False) -> Callable[[EvaluateOptions], list[Conditions]]:
-    """A condition for each size; `first`: also the first in a quick run, because it takes another way."""
-    also = sizes[:1] if first else ()
-    return lambda options: [{"bytes": size} for size in dict.fromkeys((*also, *options.some(sizes)))]
+def _sizes(sizes: tuple[int, ...], quick: tuple[int, ...] = ()) -> Callable[[EvaluateOptions], list[Conditions]]:
+    """A condition for each size; `quick`: those of a quick run, by default the last one."""
+    return lambda options: [{"bytes": size} for size in (quick if quick and options.quick else options.some(sizes))]
 
 
 _1G, _1G_JUMBO = (Wire.GIGABIT, 1500), (Wire.GIGABIT, 9000)
@@ -48,7 +47,9 @@ EXPERIMENTS = {
         Experiment(
             "requests",
             "Round trips of TCP requests by size",
-            between_two(_sizes(network.REQUEST_BYTES, first=True), network.requests),
+            between_two(
+                _sizes(network.REQUEST_BYTES, (network.REQUEST_BYTES[0], network.REQUEST_BYTES[-1])), network.requests
+            ),
             ("tcp_median_us", "tcp_p99_us", "flood_median_us"),
             (
                 "Requests by sockperf (tcp), and pings back to back (flood). A wire of 10 Gbit/s would add what a "
@@ -86,7 +87,7 @@ EXPERIMENTS = {
         Experiment(
             "messages",
             "MPI messages by size",
-            between_two(_sizes(network.MESSAGE_BYTES), network.messages, TINC),
+            between_two(_sizes(network.MESSAGE_BYTES, network.MESSAGE_BYTES[:1]), network.messages, TINC),
             ("oneway_us", "exchange_bps"),
             ("NetPIPE on Open MPI over TCP: ping-pong one way, then both directions at once.", _RANKS),
             axis="bytes",
