@@ -70,8 +70,11 @@ def messages(ends: Ends, size: int, transports: str = TCP) -> Sample:
 
 
 def challenge(ends: Ends, order: int) -> Sample:
-    """One run of the HPC Challenge suite with matrices of `order` rows."""
-    return challenge_figures(challenge_report([ends.source, ends.destination], order))
+    """One run of the HPC Challenge suite with matrices of `order` rows. Raises LabError if a result is wrong."""
+    report = challenge_report([ends.source, ends.destination], order)
+    figures = challenge_figures(report)
+    challenge_checks(report)
+    return figures
 
 
 def challenge_report(nodes: Sequence[Node], order: int, transports: str = TCP) -> str:

@@ -68,8 +68,12 @@ ROUND_TRIPS = ("ping", "flood", "tcp")
 EARLY_BYTES = (56, 256, 1_024, 2_048, 4_096)
 """Sizes of pings that show what early notifications buy."""
 UDP_WRITES = (64, 1400, 8800, 64000)
+TCP_WRITES = (1_024, 8_800, 64_000)
+STEPS = ("announced", "received", "delivered", "notified", "reacted")
+"""Steps of a ping through vnetd to a virtual machine, as `vnet interface timeline` has them."""
 METRICS = {
     "tcp_bps": _rate("TCP"),
+    **{f"tcp_{size}_bps": _rate(f"TCP {size} B") for size in TCP_WRITES},
     **{f"udp_{size}_bps": _rate(f"UDP {size} B", digits=3) for size in UDP_WRITES},
     "ping_min_us": _time("ping min"),
     **{f"{kind}_{rank}_us": _time(f"{kind} {rank}") for kind in ROUND_TRIPS for rank in ("median", "p99", "p99.9")},
@@ -116,6 +120,12 @@ METRICS = {
     "mispredicted_share": _share("mispredicted of those at arrival"),
     "premature_share": _share("premature of early"),
     "masked_share": _share("masked of early"),
+    "withheld_share": _share("withheld of ends of coalescing"),
+    "injected_share": _share("at the end of coalescing, of all notifications"),
+    "trace_rtt_us": _time("round trip"),
+    **{f"trace_{step}_us": _time(step) for step in STEPS},
+    "trace_early_share": _share("announced before the receive"),
+    "trace_late_share": _share("notified after it"),
     "tcp_variation": Metric("TCP, standard deviation", "%", 0.01, digits=1),
     "notifications_a_frame": Metric("notifications per frame", "", digits=3),
     "small_frames_per_s": Metric("small datagrams", "k/s", 1e3, higher_is_better=True, digits=1),

@@ -5,6 +5,6 @@ why none does. `kinds` has the contenders, `options` what cases are made of, `ra
 `experiments` lists all experiments, whose cases are in `network`, `applications`, `files` and `guests`. The bench's
 `runner` measures: every contender in turn, so that drift of the machine affects all equally. `store` keeps a
 file per experiment, written after each measurement, so that a second call continues an interrupted one. `report`
-compares the figures with the papers', and `document` writes that as Markdown and as one HTML page. `command` is the
-command line.
+compares the figures with the papers', whose differences `reasons` explains, and with the `bars`; `document` writes that
+as Markdown and as one HTML page. `command` is the command line.
 """

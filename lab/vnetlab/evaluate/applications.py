@@ -1,10 +1,10 @@
 """Experiments with applications: the NAS Parallel Benchmarks, the HPC Challenge suite, the advective application."""
 
 import contextlib
-import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from vnetlab import measure
 from vnetlab.bench import mpi, workload
@@ -12,13 +12,20 @@ from vnetlab.bench.case import Case
 from vnetlab.bench.contenders import Contender, Ends
 from vnetlab.bench.result import Conditions, Sample
 from vnetlab.evaluate import ranks
-from vnetlab.evaluate.kinds import ALONE, KINDS, NATIVE, OVER_IP, SHARED, TAP
-from vnetlab.evaluate.options import EvaluateOptions, case, simple
+from vnetlab.evaluate.kinds import ALONE, JUDGED, KINDS, NATIVE, ON_ONE_HOST, OVER_IP, SHARED, TAP
+from vnetlab.evaluate.options import EvaluateOptions, Under, case, simple
 from vnetlab.topology import Kind, Topology, Wire
 
 KERNELS = ("ep", "cg", "is", "mg", "ft", "sp", "bt", "lu")
-QUICK_KERNELS = ("ep", "cg", "is")
+QUICK_KERNELS = ("cg", "is")
+COUNTED_KERNELS = ("ep", "cg", "is")
+"""Kernels that run with every number of ranks."""
+COUNTS = (1, 2, 4, 8)
+CHECKED_SIZE = "S"
+"""Class of runs with more ranks than are timed: they show that results are right."""
 RANKS_A_HOST = (1, 2, 3, 4)
+LONG = {"A": ("A with 2 048 steps", "128x128x128x2048")}
+"""Problems of which two ranks compute for seconds, by class: name, and argument of the program."""
 SHARES = 4
 """Steps from as few messages between hosts as possible to all."""
 THREADS = (1, 2)
@@ -35,18 +42,39 @@ BESIDE_BPS = 500_000_000
 def nas(options: EvaluateOptions) -> list[Case]:
     """Each kernel with a rank on each host."""
     count = max(RANKS, options.hosts)
-    crossings = ranks.spread(count, options.hosts, count - 1)
-    cases = []
-    for wire, mtu in options.settings():
-        for kernel in options.kernels or (QUICK_KERNELS if options.quick else KERNELS):
+    kernels = options.kernels or (QUICK_KERNELS if options.quick else KERNELS)
+    return [
+        _kernel(options, under, kernel, options.size, count, options.kinds(under))
+        for under in options.settings()
+        for kernel in kernels
+    ]
 
-            def load(topology: Topology, ends: Ends, _kind: Contender, kernel: str = kernel) -> Sample:
-                return ranks.measure(topology, ends, kernel, [options.size], crossings)
 
-            conditions = {"wire": wire, "MTU": mtu, "kernel": kernel.upper(), "class": options.size, "ranks": count}
-            conditions |= options.named
-            cases.append(case(conditions, options.topology(wire, mtu), KINDS, load))
-    return cases
+def counts(options: EvaluateOptions) -> list[Case]:
+    """A few kernels with 1 to 8 ranks (paper 002, figure 4)."""
+    return [
+        _kernel(options, under, kernel, options.size if count <= RANKS else CHECKED_SIZE, count, JUDGED)
+        for under in options.settings()
+        for kernel in options.kernels or (QUICK_KERNELS[:1] if options.quick else COUNTED_KERNELS)
+        for count in options.some(COUNTS)
+    ]
+
+
+def _kernel(
+    options: EvaluateOptions, under: Under, kernel: str, size: str, count: int, kinds: Iterable[Contender]
+) -> Case:
+    """A kernel with ranks in a row, neighbours on different hosts as far as each host has as many ranks as others."""
+    wire, mtu = under
+    hosts = [rank % options.hosts for rank in range(count)]
+
+    def load(topology: Topology, ends: Ends, _kind: Contender) -> Sample:
+        return ranks.measure(topology, ends, kernel, [size], hosts)
+
+    conditions: Conditions = {"wire": wire, "MTU": mtu, "kernel": kernel.upper(), "class": size, "ranks": count}
+    if count > max(RANKS, options.hosts):
+        conditions["more ranks than processors"] = "yes"
+    a_host = max(map(hosts.count, hosts))
+    return case(conditions | options.named, options.topology(wire, mtu, a_host), kinds, load)
 
 
 def challenge(options: EvaluateOptions, _conditions: Conditions, ends: Ends) -> Sample:
@@ -67,6 +95,7 @@ def ipoib(options: EvaluateOptions) -> list[Case]:
 def single(options: EvaluateOptions) -> list[Case]:
     """Serial and OpenMP kernels beside a stream that leaves their host (paper 002, figure 3)."""
     cases = []
+    kinds = [*(KINDS if options.contenders else JUDGED), ALONE]
     for wire, mtu in options.settings():
         for kernel in options.kernels or (QUICK_KERNELS[:1] if options.quick else KERNELS):
             for threads in THREADS:
@@ -79,7 +108,7 @@ def single(options: EvaluateOptions) -> list[Case]:
 
                 conditions = {"wire": wire, "MTU": mtu, "kernel": kernel.upper(), "class": options.size}
                 conditions |= {"threads": threads}
-                cases.append(case(conditions, options.topology(wire, mtu, 2, hosts=2), [*KINDS, ALONE], load))
+                cases.append(case(conditions, options.topology(wire, mtu, 2, hosts=2), kinds, load))
     return cases
 
 
@@ -105,55 +134,74 @@ def _stream_beside(topology: Topology, ends: Ends) -> Iterator[None]:
         running.result()
 
 
-def _advect(options: EvaluateOptions, wire: str, mtu: int, hosts: list[int], split: str, *more: Contender) -> Case:
-    """The advective application with a rank on each of these hosts; `more` are contenders beside the kinds."""
-    crossings = sum(one != other for one, other in itertools.pairwise(hosts))
+def _advect(
+    options: EvaluateOptions, under: Under, place: ranks.Placement, split: str, bound: Contender, *, long: bool = False
+) -> Case:
+    """The advective application with ranks placed on hosts; `bound` is a contender beside the kinds."""
+    wire, mtu = under
+    size, cells = LONG.get(options.advect, (options.advect,) * 2) if long else (options.advect,) * 2
+    hosts = place.hosts
     conditions: Conditions = {
         "wire": wire,
         "MTU": mtu,
-        "class": options.size,
+        "class": size,
         "ranks": len(hosts),
         "split": split,
-        "% of messages between hosts": round(100 * crossings / (len(hosts) - 1)),
+        "placement": place.name,
+        "% of messages between hosts": ranks.between_hosts(hosts, split),
         **options.named,
     }
 
     def load(topology: Topology, ends: Ends, kind: Contender) -> Sample:
-        transports = mpi.SHARED_MEMORY if kind is SHARED else mpi.TCP
-        return ranks.measure(topology, ends, "advect", [options.size, split], hosts, transports)
+        transports = mpi.SHARED_MEMORY if kind in (SHARED, ON_ONE_HOST) else mpi.TCP
+        where = [0] * len(hosts) if kind is ON_ONE_HOST else hosts
+        return ranks.measure(topology, ends, "advect", [cells, split], where, transports)
 
-    return case(conditions, options.topology(wire, mtu, len(hosts) // options.hosts), [*KINDS, *more], load)
+    a_host = max(map(hosts.count, hosts))
+    return case(conditions, options.topology(wire, mtu, a_host), [*KINDS, bound], load)
+
+
+def _unnamed(case: Case, name: str) -> Case:
+    """The case without one of its conditions, which follows from another."""
+    return replace(case, conditions={key: value for key, value in case.conditions.items() if key != name})
 
 
 def placement(options: EvaluateOptions) -> list[Case]:
-    """Two ranks per host, every dimension split, with all or few messages between hosts (paper 003, figure 2)."""
+    """Two ranks per host, by placement and split (paper 003, figure 2)."""
     count = 2 * options.hosts
-    splits = (f"{count}x1x1", f"1x{count}x1", f"1x1x{count}")
-    return [
-        _advect(options, wire, mtu, ranks.spread(count, options.hosts, crossings), split, SHARED)
-        for wire, mtu in options.settings()
-        for crossings in (count - 1, options.hosts - 1)
-        for split in splits[: 1 if options.quick else 3]
-    ]
+    lines = (f"{count}x1x1", f"1x{count}x1", f"1x1x{count}")
+    grid = f"2x{options.hosts}x1"
+    line = {each.name: each for each in ranks.placements(count, options.hosts)}
+    squares = {each.name: each for each in ranks.grid_placements(options.hosts)}
+    chosen = [(line[name], split) for split in lines for name in (ranks.INTER, ranks.INTRA)]
+    chosen += [(line[ranks.HYBRID], lines[0]), (line[ranks.ONE_HOST], lines[0])]
+    chosen += [(place, grid) for place in squares.values()]
+    if options.quick:
+        chosen = [(line[ranks.ONE_HOST], lines[0]), (squares[ranks.INTER], grid)]
+    return [_advect(options, under, place, split, SHARED) for under in options.settings() for place, split in chosen]
 
 
 def scaling(options: EvaluateOptions) -> list[Case]:
     """More and more ranks in a row, all messages between hosts (paper 003, figure 3)."""
-    counts = [options.hosts * each for each in options.some(RANKS_A_HOST)]
-    return [
-        _advect(options, wire, mtu, ranks.spread(count, options.hosts, count - 1), f"{count}x1x1")
-        for wire, mtu in options.settings()
-        for count in counts
-    ]
+    cases = []
+    for under in options.settings():
+        for each in options.some(RANKS_A_HOST):
+            count = options.hosts * each
+            place = ranks.Placement(ranks.INTER, ranks.spread(count, options.hosts, count - 1))
+            found = _advect(options, under, place, f"{count}x1x1", ON_ONE_HOST, long=True)
+            # The split follows from the number of ranks, and would make a plot's line of each point.
+            cases.append(_unnamed(found, "split"))
+    return cases
 
 
 def share(options: EvaluateOptions) -> list[Case]:
     """Four ranks on each host, more and more of their messages between hosts (paper 003, figure 4)."""
     count = max(RANKS_A_HOST) * options.hosts
     fewest, all_of_them = options.hosts - 1, count - 1
-    steps = tuple(fewest + (all_of_them - fewest) * step // (SHARES - 1) for step in range(SHARES))
+    steps = [fewest + (all_of_them - fewest) * step // (SHARES - 1) for step in range(SHARES)]
+    places = tuple(ranks.Placement("", ranks.spread(count, options.hosts, crossings)) for crossings in steps)
     return [
-        _advect(options, wire, mtu, ranks.spread(count, options.hosts, each), f"{count}x1x1")
-        for wire, mtu in options.settings()
-        for each in options.some(steps)
+        _unnamed(_advect(options, under, place, f"{count}x1x1", SHARED), "placement")
+        for under in options.settings()
+        for place in options.some(places)
     ]

@@ -9,18 +9,18 @@ from pathlib import Path
 from vnetlab import daemon, remote, workloads
 from vnetlab.bench import plot, runner
 from vnetlab.bench.case import MTUS
+from vnetlab.bench.result import Result
 from vnetlab.evaluate import papers, ranks, report, store
 from vnetlab.evaluate.applications import KERNELS
 from vnetlab.evaluate.experiments import EXPERIMENTS
-from vnetlab.evaluate.options import LAB, EvaluateOptions
+from vnetlab.evaluate.options import LAB, EvaluateOptions, Experiment
 from vnetlab.remote import Machine
 from vnetlab.run import LabError, progress, run
 from vnetlab.topology import Wire
 
 ALL = "all"
 COVERAGE = "coverage"
-REPEAT = 3
-SIZE, QUICK_SIZE = "W", "S"
+SIZE, ADVECT_SIZE, QUICK_SIZE = "W", "A", "S"
 EPILOG = f"""\
 Papers:
 {os.linesep.join(f"  {paper}  {title}" for paper, title in papers.PAPERS.items())}
@@ -50,7 +50,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--class",
         dest="size",
         choices=("S", "W", "A"),
-        help=f"size of the workloads (default: {SIZE}, quick: {QUICK_SIZE})",
+        help=f"size of the workloads (default: {SIZE}, the advective application: {ADVECT_SIZE}, quick: {QUICK_SIZE})",
     )
     parser.add_argument(
         "--quick", action="store_true", help="one short round that only shows that the evaluation works"
@@ -65,7 +65,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="run on other machines over ssh: a line 'DESTINATION DEVICE' for each host",
     )
     parser.add_argument("--long", action="store_true", help="the stream whose variation is measured takes an hour")
-    parser.add_argument("--repeat", type=int, metavar="N", help=f"rounds (default: {REPEAT}, quick: 1)")
+    parser.add_argument(
+        "--repeat", type=int, metavar="N", help="rounds (default: 3 for what bars judge, 1 or 2 for the rest; quick: 1)"
+    )
     parser.add_argument("--wire", action="append", choices=list(Wire), help="only this wire; repeatable")
     parser.add_argument("--mtu", action="append", type=int, choices=MTUS, help="only this underlay MTU; repeatable")
     parser.add_argument("--kernel", action="append", default=[], choices=KERNELS, help="only this kernel; repeatable")
@@ -89,7 +91,6 @@ def command(arguments: argparse.Namespace) -> None:
     if chosen.machines and arguments.publish:
         raise LabError("figures of other machines are not published: leave out --native-hosts or --publish")
     kept = arguments.results or store.folder(chosen)
-    repeat = arguments.repeat or (1 if arguments.quick else REPEAT)
     names = [arguments.what] if arguments.what in EXPERIMENTS else papers.experiments(arguments.what)
     if chosen.machines:
         names = _possible(names, chosen)
@@ -99,7 +100,7 @@ def command(arguments: argparse.Namespace) -> None:
     plot.library()  # Check for it now, not after hours of measurements.
     if arguments.fresh:
         store.clear(kept)
-    work = [(EXPERIMENTS[name], store.begin(EXPERIMENTS[name], chosen, repeat, kept)) for name in names]
+    work = [_begin(EXPERIMENTS[name], chosen, arguments, kept) for name in names]
     remaining = store.Remaining(work, chosen)
     progress(f"building {workloads.SOURCES.name}")
     ranks.build()
@@ -109,13 +110,21 @@ def command(arguments: argparse.Namespace) -> None:
         for experiment, result in work:
             path = kept / f"{experiment.name}.json"
             try:
-                runner.run(experiment, chosen, result, partial(remaining.measured, result, path))
+                runner.run(experiment, experiment.chosen(chosen), result, partial(remaining.measured, result, path))
             finally:
                 result.write(path)
     for path in report.write(kept):
         progress(f"written: {path}")
     if arguments.publish:
         _publish(kept, names)
+
+
+def _begin(
+    experiment: Experiment, chosen: EvaluateOptions, arguments: argparse.Namespace, kept: Path
+) -> tuple[Experiment, Result]:
+    """An experiment with its kept or an empty result."""
+    rounds = arguments.repeat or (1 if arguments.quick else experiment.rounds)
+    return experiment, store.begin(experiment, chosen, rounds, kept)
 
 
 def machines(path: Path) -> tuple[Machine, ...]:
@@ -156,13 +165,14 @@ def _check(others: tuple[Machine, ...]) -> None:
 def _options(arguments: argparse.Namespace) -> EvaluateOptions:
     quick = arguments.quick
     others = machines(arguments.native_hosts) if arguments.native_hosts else ()
-    usual = MTUS[:1] if quick or others else MTUS
+    usual = MTUS[:1] if quick or others else ()
     return EvaluateOptions(
         quick=quick,
         wires=tuple(arguments.wire or ((Wire.NONE,) if quick or others else ())),
         mtus=tuple(arguments.mtu or usual),
         contenders=tuple(arguments.contender),
         size=arguments.size or (QUICK_SIZE if quick else SIZE),
+        advect=arguments.size or (QUICK_SIZE if quick else ADVECT_SIZE),
         hosts=len(others) or arguments.hosts,
         machines=others,
         lab=arguments.name,
@@ -183,5 +193,5 @@ def _publish(kept: Path, names: list[str]) -> None:
     report.PUBLISHED.mkdir(parents=True, exist_ok=True)
     for name in names:
         shutil.copy(kept / f"{name}.json", report.PUBLISHED)
-    for path in report.write(report.PUBLISHED):
+    for path in [*report.write(report.PUBLISHED), report.write_index(report.stored(report.PUBLISHED))]:
         progress(f"written: {path}")

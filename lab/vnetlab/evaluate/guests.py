@@ -6,21 +6,22 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from vnetlab import daemon, guest
+from vnetlab import daemon, guest, timeline
 from vnetlab.bench import latency, workload
 from vnetlab.bench.case import Case, Turn
 from vnetlab.bench.contenders import Contender, Ends, Vnet
 from vnetlab.bench.guests import TapGuests, VnetGuests
-from vnetlab.bench.result import EARLY_BYTES, Sample
+from vnetlab.bench.result import EARLY_BYTES, STEPS, Conditions, Sample
 from vnetlab.evaluate import ranks
+from vnetlab.evaluate.applications import KERNELS
 from vnetlab.evaluate.options import EvaluateOptions, case
 from vnetlab.image import GUEST, Recipe, with_open_mpi
 from vnetlab.topology import Kind, Settings, Topology, Wire
 
-KERNELS = ("is", "ep", "cg", "mg")
-SIZE = "S"
-"""Without KVM, larger classes would measure the emulator only."""
-OFF = "no early notification"
+EMULATED_KERNELS = ("is", "ep", "cg", "mg")
+EMULATED_SIZE = "S"
+"""Without KVM, longer kernels and larger classes would measure the emulator only."""
+OFF, EARLY_ALWAYS, EARLY_DEFAULT = "no early notification", "early, always", "early from 2 048 bytes"
 ALWAYS = {"interrupts": "optimistic", "early_bytes": 0}
 DENSITIES = ((0, 0), (0, 4_294_967_295), (1_000_000, 100_000_000), (500_000_000, 1_000_000_000))
 """Bounds alpha and beta of the receive density in bytes/s."""
@@ -28,8 +29,8 @@ BOUNDS = {"receive_density_low": 50_000_000, "receive_density_high": 1_000_000_0
 """The default bounds."""
 EARLY: dict[str, dict[str, str | int]] = {
     OFF: {"interrupts": "direct"},
-    "early, always": ALWAYS | BOUNDS,
-    "early from 2 048 bytes": {"interrupts": "optimistic", "early_bytes": 2048} | BOUNDS,
+    EARLY_ALWAYS: ALWAYS | BOUNDS,
+    EARLY_DEFAULT: {"interrupts": "optimistic", "early_bytes": 2048} | BOUNDS,
     **{
         f"early, alpha {low / 1e6:g} MB/s, beta {high / 1e6:g} MB/s": ALWAYS
         | {"receive_density_low": low, "receive_density_high": high}
@@ -37,14 +38,44 @@ EARLY: dict[str, dict[str, str | int]] = {
     },
 }
 """Settings of interfaces, by name."""
-IN_TURN = 10
-"""How often each of the settings has its turn in running machines."""
+EARLY_COUNTS = (
+    "early",
+    "early_at_arrival",
+    "early_mispredicted",
+    "early_premature",
+    "early_discarded",
+    "coalesced_withheld",
+    "coalesced_injected",
+)
+"""Counters of `vnet interface list`."""
+IN_TURN, PINGS_A_TURN = 10, 300
+"""How often each of the settings has its turn in running machines, and with how many pings of each size."""
+TRACED_ROUNDS = 5
+TRACE: Conditions = {"trace": "median us of each step"}
+TRACED = {"direct": OFF, "early": EARLY_ALWAYS, "early from 2048": EARLY_DEFAULT}
+"""Settings of the trace, and their names here."""
 
 
-def _recipe() -> Recipe:
-    """The guests' image with Open MPI and the kernels."""
-    kernels = tuple(ranks.PROGRAMS / f"{kernel}-mpi" for kernel in KERNELS)
-    return with_open_mpi(replace(GUEST, programs=kernels))
+def chosen(options: EvaluateOptions) -> tuple[str, tuple[str, ...]]:
+    """Class and kernels between virtual machines: the options' where KVM runs them, else what an emulator can."""
+    if _kvm():
+        size, usual = options.size, KERNELS
+    else:
+        size, usual = EMULATED_SIZE, EMULATED_KERNELS
+    return size, options.kernels or (usual[:1] if options.quick else usual)
+
+
+def _recipe(kernels: tuple[str, ...]) -> Recipe:
+    """The guests' image with Open MPI and these kernels."""
+    programs = tuple(ranks.PROGRAMS / f"{kernel}-mpi" for kernel in kernels)
+    recipe = with_open_mpi(replace(GUEST, programs=programs))
+    # A rank of FT in class A has 300 MB of fields.
+    return replace(recipe, memory="1G") if _kvm() else recipe
+
+
+def _kvm() -> bool:
+    """Whether virtual machines run by KVM rather than in an emulator."""
+    return "kvm" in guest.accelerator()
 
 
 @dataclass(frozen=True)
@@ -54,6 +85,8 @@ class Ranks:
     name: str
     vnet: Vnet | None = None
     """None: QEMU's tap, a bridge, and kernel VXLAN."""
+    kernels: tuple[str, ...] = EMULATED_KERNELS
+    """The programs in their image."""
 
     def missing(self) -> None:
         """None: it needs only what the lab needs."""
@@ -61,7 +94,7 @@ class Ranks:
     @contextlib.contextmanager
     def up(self, topology: Topology) -> Iterator[Ends]:
         """Boots the machines, and starts a shell for Open MPI in each."""
-        recipe = _recipe()
+        recipe = _recipe(self.kernels)
         guests = VnetGuests(self.vnet, recipe) if self.vnet else TapGuests(recipe=recipe)
         with guests.up(topology) as ends:
             for each in (ends.source, ends.destination):
@@ -71,36 +104,38 @@ class Ranks:
 
 def machines(options: EvaluateOptions) -> list[Case]:
     """Kernels by MPI between two virtual machines."""
-    kinds = (Ranks("virtual machines on tap and bridge"), Ranks("virtual machines on vnet", Vnet()))
+    size, kernels = chosen(options)
+    tap = Ranks("virtual machines on tap and bridge", None, kernels)
+    vnet = Ranks("virtual machines on vnet", Vnet(), kernels)
     cases = []
-    for kernel in KERNELS[:1] if options.quick else KERNELS:
+    for kernel in kernels:
 
         def load(topology: Topology, ends: Ends, _kind: Contender, kernel: str = kernel) -> Sample:
-            return ranks.measure(topology, ends, kernel, [SIZE], [0, 1])
+            return ranks.measure(topology, ends, kernel, [size], [0, 1])
 
-        conditions = {"kernel": kernel.upper(), "class": SIZE, "ranks": 2}
-        cases.append(case(conditions, _settings(options), kinds, load))
+        conditions = {"kernel": kernel.upper(), "class": size, "ranks": 2}
+        cases.append(case(conditions, _settings(options), (tap, vnet), load))
     return cases
 
 
 def interrupts(options: EvaluateOptions) -> list[Case]:
-    """Early notifications, and the bounds of the receive density between which a second one follows (paper 001)."""
+    """Early notifications, the bounds of the receive density between which a second one follows, and a trace."""
     rows = dict(list(EARLY.items())[:2]) if options.quick else EARLY
-    running = _Running(rows, options)
+    running, traced = _Running(rows, options), _Traced(options)
 
-    def turn(name: str) -> Turn:
-        return Turn(name, lambda: None, lambda topology: running.take(topology, name))
+    def turn(source: _Running | _Traced, name: str) -> Turn:
+        return Turn(name, lambda: None, lambda topology: source.take(topology, name))
 
-    return [Case({"between": "virtual machines"}, _settings(options), [turn(name) for name in rows])]
+    between = {"between": "virtual machines"}
+    cases = [Case(between, _settings(options), [turn(running, name) for name in rows])]
+    steps = [turn(traced, name) for name in traced.names]
+    return [*cases, Case(between | TRACE, _settings(options), steps)]
 
 
-@dataclass
-class _Running:
-    """Settings that change in turn while the same machines run: differences between machines would hide theirs."""
+class _AtOnce:
+    """Rows that are measured in the same running machines: differences between machines would hide theirs."""
 
-    rows: dict[str, dict[str, str | int]]
-    options: EvaluateOptions
-    found: dict[str, Sample] = field(default_factory=dict)
+    found: dict[str, Sample]
     """What a round has measured and nobody has taken yet."""
 
     def take(self, topology: Topology, name: str) -> Sample:
@@ -112,8 +147,20 @@ class _Running:
         return self.found.pop(name)
 
     def _measure(self, topology: Topology, ends: Ends) -> dict[str, Sample]:
+        raise NotImplementedError
+
+
+@dataclass
+class _Running(_AtOnce):
+    """Settings that change in turn while the machines run."""
+
+    rows: dict[str, dict[str, str | int]]
+    options: EvaluateOptions
+    found: dict[str, Sample] = field(default_factory=dict)
+
+    def _measure(self, topology: Topology, ends: Ends) -> dict[str, Sample]:
         quick = self.options.quick
-        count = 50 if quick else max(50, self.options.pings // IN_TURN)
+        count = 50 if quick else PINGS_A_TURN
         medians: dict[str, dict[str, list[float]]] = {name: {} for name in self.rows}
         counts: dict[str, Counter[str]] = {name: Counter() for name in self.rows}
         for number in range(2 if quick else IN_TURN):
@@ -144,24 +191,67 @@ class _Running:
 
 
 def _early_counts(topology: Topology) -> dict[str, int]:
-    """Counters of the hosts' interfaces: early notifications, their failures, and all notifications."""
-    names = ("early", "early_at_arrival", "early_mispredicted", "early_premature", "early_discarded")
+    """Counters of the hosts' interfaces: early notifications, ends of coalescing, and all notifications."""
     rows = [row for host in topology.hosts for row in daemon.ask(host, "interface", "list")]
     ports = [port for host in topology.hosts for port in daemon.ask(host, "stats")["ports"]]
-    counts = {name: sum(row.get(name, 0) for row in rows) for name in names}
+    counts = {name: sum(row.get(name, 0) for row in rows) for name in EARLY_COUNTS}
     return counts | {"sent": sum(port["notifications"] for port in ports if port["kind"] == "interface")}
 
 
 def _early_shares(counts: Counter[str]) -> Sample:
-    """Shares of early notifications: at arrival, for the wrong guest, too soon, and masked by polling guests."""
+    """Shares of early notifications: at arrival, for the wrong guest, too soon, and masked by polling guests.
+
+    Then what alpha and beta do: shares of ends of coalescing without a notification, and of notifications at one.
+    """
     early, masked = counts["early"], counts["early_discarded"]
+    withheld, injected = counts["coalesced_withheld"], counts["coalesced_injected"]
     return {
         "early_share": early / max(1, counts["sent"]),
         "arrival_share": counts["early_at_arrival"] / max(1, early),
         "mispredicted_share": counts["early_mispredicted"] / max(1, counts["early_at_arrival"]),
         "premature_share": counts["early_premature"] / max(1, early),
         "masked_share": masked / max(1, early + masked),
+        "withheld_share": withheld / max(1, withheld + injected),
+        "injected_share": injected / max(1, counts["sent"]),
     }
+
+
+@dataclass
+class _Traced(_AtOnce):
+    """The steps of pings to a virtual machine (`lab timeline`), by setting and size."""
+
+    options: EvaluateOptions
+    found: dict[str, Sample] = field(default_factory=dict)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of pings."""
+        return self.options.some(timeline.SIZES)
+
+    @property
+    def names(self) -> list[str]:
+        """The rows."""
+        return [traced_name(size, setting) for size in self.sizes for setting in timeline.SETTINGS]
+
+    def _measure(self, topology: Topology, ends: Ends) -> dict[str, Sample]:
+        rounds, pings = (1, 50) if self.options.quick else (TRACED_ROUNDS, timeline.PINGS)
+        rows = timeline.run(topology, ends.source, ends.destination, self.sizes, rounds, pings)
+        return {traced_name(row.bytes, row.interrupts): traced_figures(row) for row in rows}
+
+
+def traced_name(size: int, setting: str) -> str:
+    """Name of a row of the trace."""
+    return f"{size} bytes, {TRACED[setting]}"
+
+
+def traced_figures(row: timeline.Row) -> Sample:
+    """The sample of a row of the trace: steps that never happened are left out."""
+    times = {f"trace_{step}_us": row.median(step) for step in STEPS} | {"trace_rtt_us": row.median(timeline.RTT)}
+    shares = {
+        "trace_early_share": statistics.fmean(row.announced),
+        "trace_late_share": statistics.fmean(row.notified),
+    }
+    return {name: value for name, value in times.items() if value is not None} | shares
 
 
 def ablation(options: EvaluateOptions) -> list[Case]:
@@ -172,7 +262,10 @@ def ablation(options: EvaluateOptions) -> list[Case]:
         return latency.step(topology, ends, max(2, options.seconds(5)), count)
 
     containers = replace(_settings(options), containers=1, vms=0)
-    cases = [case({"between": "containers"}, containers, latency.steps(guests=False), load)]
+    rows = latency.steps(guests=False)
+    # A quick run shows that native, a bound and vnet work.
+    rows = [rows[0], rows[2], rows[-2]] if options.quick else rows
+    cases = [case({"between": "containers"}, containers, rows, load)]
     guests = latency.steps(guests=True)
     # The first and the complete configuration show in a quick run that guests work.
     guests = [guests[1], guests[-1]] if options.quick else guests

@@ -8,6 +8,7 @@ from vnetlab.bench.contenders import (
     Bare,
     Contender,
     Ends,
+    Tinc,
     Vnet,
     VxlanContainers,
     remove_device,
@@ -57,13 +58,18 @@ class Elsewhere:
 NATIVE = Bare()
 SHARED = Bare("native, shared memory on a host")
 """Ranks on one host use shared memory: an upper bound for ranks that share a host."""
+ON_ONE_HOST = Bare("native, shared memory, all ranks on one host")
+"""The upper bound for ranks whose neighbours are on other hosts."""
 ALONE = Bare("native, no stream")
+TINC = Tinc()
 BRIDGED = VxlanContainers("bridge and kernel VXLAN")
 MACVLAN = Macvlan()
 TAP = Vnet("vnet, TAP")
 VETH = Vnet("vnet, veth", container="veth")
 DIRECT = Vnet("vnet, local", lan=True)
 KINDS: tuple[Contender, ...] = (NATIVE, BRIDGED, MACVLAN, TAP, VETH, DIRECT)
+JUDGED: tuple[Contender, ...] = (NATIVE, BRIDGED, TAP, VETH)
+"""Kinds that bars compare."""
 OVER_IP: tuple[Contender, ...] = (NATIVE, BRIDGED, TAP, VETH)
 """Kinds that need no Ethernet underneath."""
 VNETS = (TAP.name, VETH.name)
@@ -71,12 +77,14 @@ VNETS = (TAP.name, VETH.name)
 STANDS_FOR = {
     NATIVE.name: "no virtualization: processes in the host's own network namespace",
     SHARED.name: "the upper bound for ranks that share a host",
+    ON_ONE_HOST.name: "the upper bound for ranks on several hosts",
     ALONE.name: "a computing application whose host sends nothing",
     BRIDGED.name: "a bridged path (Xen's bridge), and operating-system virtualization (OpenVZ): containers on a bridge",
     MACVLAN.name: "a direct function of an adapter (IOV, passthrough): containers on macvlan",
     TAP.name: "VNET/P and VNET/P+: containers whose frames vnetd reads from a TAP",
-    VETH.name: "the same with the kernel's own path for known flows between containers of one host",
+    VETH.name: "the same with the kernel's own path for known flows, on one host and between hosts",
     DIRECT.name: "VNET's direct mode, and Ethernet frames on the wire as on Kitten: vnetd without encapsulation",
+    TINC.name: "a user-level overlay that people use today; for MPI messages only",
 }
 _MPI_THERE = "`mpirun --host A,B --mca btl tcp,self lab/workloads/build/cg-mpi W`"
 ELSEWHERE = (
@@ -85,7 +93,8 @@ ELSEWHERE = (
         "full virtualization (VMware), paravirtualization (Xen)",
         "without KVM the emulator's speed hides that of the data path: emulated guests are compared with each other "
         "only",
-        "`lab/lab evaluate machines --contender tap` on a machine with KVM, which the lab then uses",
+        "`lab/lab evaluate machines --contender tap` on a machine with KVM, which the lab then uses, with `--class` "
+        "and `--kernel` as for containers",
     ),
     Elsewhere(
         "virtual machines on vnet, vhost-user",

@@ -12,14 +12,18 @@ from pathlib import Path
 from vnetlab import daemon, machine, measure, process, remote
 from vnetlab.bench import latency, mpi, usage, vhost, workload
 from vnetlab.bench.case import Case, Turn
-from vnetlab.bench.contenders import Bare, Contender, Ends, Vnet
-from vnetlab.bench.result import Conditions, Sample
+from vnetlab.bench.contenders import Bare, Contender, Ends, Vnet, absent
+from vnetlab.bench.result import TCP_WRITES, Conditions, Sample
 from vnetlab.evaluate.kinds import KINDS, NATIVE, TAP
 from vnetlab.evaluate.options import EvaluateOptions, case
 from vnetlab.run import LabError, wait_until
 from vnetlab.topology import Kind, Node, Topology
 
 PAIRS = (1, 2, 3, 4)
+REQUEST_BYTES = (workload.MESSAGE_BYTES, 1_024, 16_384)
+"""Sizes of TCP requests (paper 002, figure 1)."""
+VARIATION_PINGS = 5_000
+"""As in paper 001, figure 6."""
 MESSAGE_BYTES = (64, 1_024, 16_384, 262_144, 4 << 20)
 QUIET = "none"
 NOISES = {
@@ -34,19 +38,39 @@ BOUND = "native, sockets without protocol"
 
 
 def streams(options: EvaluateOptions, _conditions: Conditions, ends: Ends) -> Sample:
-    """TCP, and UDP by size of writes."""
-    return workload.udp(ends, options.seconds(2)) | workload.tcp(ends, options.seconds(5))
+    """UDP and TCP by size of writes, and TCP in iperf3's own."""
+    sample = workload.udp(ends, options.seconds(1)) | workload.tcp(ends, options.seconds(3))
+    for size in TCP_WRITES[-1:] if options.quick else TCP_WRITES:
+        rate = measure.throughput(ends.source, ends.destination, "--length", str(size), seconds=options.seconds(2))
+        sample[f"tcp_{size}_bps"] = rate
+    return sample
 
 
-def requests(options: EvaluateOptions, _conditions: Conditions, ends: Ends) -> Sample:
-    """Round trips of TCP requests, and of pings."""
-    return workload.rtt(ends, options.seconds(4))
+def requests(options: EvaluateOptions, conditions: Conditions, ends: Ends) -> Sample:
+    """Round trips of TCP requests of one size; with the smallest also of pings."""
+    _need_sockperf()
+    size, seconds = int(conditions["bytes"]), options.seconds(2)
+    if size == REQUEST_BYTES[0]:
+        return workload.rtt(ends, seconds)
+    workload.meet(ends)
+    return workload.sockperf_ranks(workload.sockperf(ends.source, ends.destination, seconds, message_bytes=size))
 
 
-def variation(options: EvaluateOptions, _conditions: Conditions, ends: Ends) -> Sample:
+def _need_sockperf() -> None:
+    """Raises LabError with the command that installs sockperf if it is missing."""
+    if reason := absent("sockperf", "sockperf"):
+        raise LabError(reason)
+
+
+def stream_seconds(options: EvaluateOptions) -> list[Conditions]:
+    """How long the stream is whose variation is measured: figures of different durations do not mix."""
+    return [{"seconds of TCP": 2 if options.quick else 3_600 if options.long else 30}]
+
+
+def variation(options: EvaluateOptions, conditions: Conditions, ends: Ends) -> Sample:
     """Pings of 64 bytes, then one TCP stream (paper 001, figure 6)."""
-    found = latency.pings(ends, 64, 100 if options.quick else 5_000)
-    return found | latency.stream(ends, 2 if options.quick else 3_600 if options.long else 30)
+    found = latency.pings(ends, 64, 100 if options.quick else VARIATION_PINGS)
+    return found | latency.stream(ends, int(conditions["seconds of TCP"]))
 
 
 def pings(options: EvaluateOptions, conditions: Conditions, ends: Ends) -> Sample:
@@ -77,7 +101,7 @@ def _pairs(options: EvaluateOptions, under: tuple[str, int], pairs: int, kinds: 
     def load(topology: Topology, ends: Ends, _kind: Contender) -> Sample:
         workload.meet(ends)
         with usage.measured(ends.processes) as used:
-            rate = _at_once(topology, ends, pairs, options.seconds(5))
+            rate = _at_once(topology, ends, pairs, options.seconds(3))
         return {"aggregate_bps": rate} | used.sample()
 
     wire, mtu = under
@@ -115,8 +139,9 @@ def _noise(options: EvaluateOptions, under: tuple[str, int], name: str) -> Case:
     """Round trips beside this noise, on an underlay of this wire and MTU."""
 
     def load(topology: Topology, ends: Ends, _kind: Contender) -> Sample:
+        _need_sockperf()
         with contextlib.nullcontext() if name == QUIET else _noisy(topology.hosts[0], NOISES[name]):
-            return workload.rtt(ends, options.seconds(4))
+            return workload.rtt(ends, options.seconds(2))
 
     wire, mtu = under
     return case({"wire": wire, "MTU": mtu, "noise": name}, options.topology(wire, mtu, hosts=2), KINDS, load)
@@ -137,7 +162,7 @@ def _noisy(host: Node, script: str) -> Iterator[None]:
 
 def interconnect(options: EvaluateOptions) -> list[Case]:
     """The interconnect's writes by size, beside TCP and a bound without protocol (paper 004, figures 2 and 3)."""
-    seconds = options.seconds(3)
+    seconds = options.seconds(2)
     cases = []
     for wire, mtu in options.settings():
         for size in options.some(TRANSFER_BYTES):

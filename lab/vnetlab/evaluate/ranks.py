@@ -1,5 +1,7 @@
 """Places MPI ranks on hosts, and runs a workload on them."""
 
+from dataclasses import dataclass
+
 from vnetlab import machine, workloads
 from vnetlab.bench import usage, workload
 from vnetlab.bench.contenders import Ends
@@ -11,14 +13,55 @@ from vnetlab.topology import Kind, Node, Topology
 PROGRAMS = workloads.SOURCES / "build"
 RUN_S = 1_200
 """Time limit of a workload."""
+INTER, HYBRID, INTRA, ONE_HOST = "inter", "hybrid", "intra", "one host"
+"""Placements: with all, some and the fewest possible messages between hosts (paper 003), and none."""
 PARTS = ("compute_s", "pack_s", "send_s", "wait_s")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where ranks run (paper 003, figure 1)."""
+
+    name: str
+    hosts: list[int]
+    """The host of each rank, counted from 0."""
+
+
+def placements(ranks: int, hosts: int) -> list[Placement]:
+    """Placements of ranks in a row: neighbours on different hosts, about half of them, as few as possible, none."""
+    fewest, most = hosts - 1, ranks - 1
+    found = [(INTER, most), (HYBRID, (fewest + most) // 2), (INTRA, fewest), (ONE_HOST, 0)]
+    return [Placement(name, spread(ranks, hosts, crossings)) for name, crossings in found]
+
+
+def grid_placements(hosts: int) -> list[Placement]:
+    """Placements of 2 x `hosts` x 1 ranks: neighbours on different hosts, or only those of the second dimension."""
+    columns = range(hosts)
+    inter = [(row + column) % hosts for row in range(2) for column in columns]
+    return [Placement(INTER, inter), Placement(HYBRID, [*columns, *columns])]
+
+
+def between_hosts(hosts: list[int], split: str) -> int:
+    """Percentage of messages of the advective application that go to another host; ranks are split as in advect.c."""
+    sizes = [int(word) for word in split.split("x")]
+    steps = (sizes[1] * sizes[2], sizes[2], 1)
+    pairs = [
+        (rank, rank + step)
+        for rank in range(len(hosts))
+        for size, step in zip(sizes, steps, strict=True)
+        if rank // step % size + 1 < size
+    ]
+    return round(100 * sum(hosts[one] != hosts[other] for one, other in pairs) / max(1, len(pairs)))
 
 
 def spread(ranks: int, hosts: int, crossings: int) -> list[int]:
     """The host of each rank, counted from 0, such that `crossings` of `ranks` - 1 neighbours are on different hosts.
 
-    Every host gets the same number of ranks. Raises LabError if that is impossible.
+    Every host gets the same number of ranks, unless no neighbours are on different hosts: then all are on the first.
+    Raises LabError if that is impossible.
     """
+    if crossings == 0:
+        return [0] * ranks
     blocks = crossings + 1
     if ranks % hosts or not hosts <= blocks <= ranks:
         raise LabError(f"{ranks} ranks in a row on {hosts} hosts cannot have {crossings} neighbours on different hosts")

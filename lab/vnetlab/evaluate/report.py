@@ -8,6 +8,7 @@ from vnetlab.bench import plot
 from vnetlab.bench import report as bench
 from vnetlab.bench.result import Conditions, Result, Series
 from vnetlab.daemon import REPOSITORY
+from vnetlab.evaluate import bars
 from vnetlab.evaluate.document import Block, Heading, List, Plot, Table, Text, markdown, page
 from vnetlab.evaluate.experiments import EXPERIMENTS
 from vnetlab.evaluate.kinds import ELSEWHERE, NATIVE, STANDS_FOR
@@ -20,6 +21,13 @@ COVERAGE = PUBLISHED / "papers.md"
 TITLE = "Evaluation"
 PAGES = ("report.md", "report.html")
 RELATIVE = "of_native"
+INDEX = PUBLISHED / "README.md"
+BEGIN, END = "<!-- bars, by lab/lab evaluate --publish -->", "<!-- end of bars -->"
+"""Marks around the bars in the index."""
+BEST = (
+    "vnet is the better of its two paths, TAP and veth. Ratios are of rates, or of the inverse of times; with an upper "
+    "bound they are of times."
+)
 SEPARATE = ("wire", "MTU")
 """Conditions with plots of their own, where plots compare with native."""
 
@@ -41,6 +49,24 @@ def write(folder: Path) -> list[Path]:
     for name, text in texts.items():
         (folder / name).write_text(text)
     return [folder / name for name in texts]
+
+
+def write_index(results: dict[str, Result]) -> Path:
+    """Writes the bars of these results to docs/evaluation/README.md; returns it."""
+    INDEX.write_text(index(INDEX.read_text(), results))
+    return INDEX
+
+
+def index(text: str, results: dict[str, Result]) -> str:
+    """The index with the bars of these results between its two marks."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise LabError(f"{INDEX} has no place for the bars: add the lines '{BEGIN}' and '{END}'")
+    blocks: list[Block] = [Text("No figures are published yet.")]
+    if results:
+        blocks = [Text(f"[All figures](report.md). {bars.summary(results)} {BEST}"), Table(bars.rows(results))]
+    return f"{before}{begin}\n\n{markdown(blocks)}\n{end}{after}"
 
 
 def coverage_page() -> str:
@@ -74,6 +100,9 @@ def document(results: dict[str, Result], plots: dict[str, list[Path]]) -> Iterat
     )
     yield Text(f"Machine: {bench.machine(first)}.")
     yield Text("Versions: " + ", ".join(f"{name} {version}" for name, version in first.versions.items()) + ".")
+    yield Heading("Bars")
+    yield Text(f"{bars.summary(results)} {BEST}")
+    yield Table(bars.rows(results))
     yield from _kinds()
     for paper, title in PAPERS.items():
         yield Heading(f"Paper {paper}")
@@ -104,8 +133,9 @@ def _claims(paper: str, results: dict[str, Result]) -> Table | None:
     rows = [
         (entry.name, claim.text, claim.theirs, claim.here(result), claim.verdict(result))
         for entry in ENTRIES
-        if entry.paper == paper and (result := results.get(entry.experiment))
+        if entry.paper == paper
         for claim in entry.claims
+        if (result := results.get(claim.experiment or entry.experiment))
     ]
     return Table((("in the paper", "ratio", "paper", "here", "comparison"), *rows)) if rows else None
 

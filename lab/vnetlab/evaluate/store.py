@@ -11,8 +11,8 @@ from vnetlab.evaluate.options import EvaluateOptions, Experiment
 from vnetlab.lab import CACHE
 from vnetlab.run import LabError, progress
 
-GUESS_S, QUICK_GUESS_S = 10, 5
-"""Duration of a measurement before any has been made."""
+QUICK_GUESS_S = 5
+"""Duration of a measurement of a quick run before any has been made."""
 
 
 def folder(options: EvaluateOptions) -> Path:
@@ -56,9 +56,13 @@ class Remaining:
     """Counts the measurements that are left, and estimates how long they take."""
 
     def __init__(self, work: list[tuple[Experiment, Result]], options: EvaluateOptions) -> None:
-        self._cases = [(case, result) for experiment, result in work for case in cases(experiment, options)]
+        self._cases = [
+            (case, result) for experiment, result in work for case in cases(experiment, experiment.chosen(options))
+        ]
+        self._usual_s = {
+            experiment.name: QUICK_GUESS_S if options.quick else experiment.usual_s for experiment, _ in work
+        }
         self._seconds: dict[str, list[float]] = {}
-        self._guess_s = QUICK_GUESS_S if options.quick else GUESS_S
 
     @property
     def count(self) -> int:
@@ -67,13 +71,11 @@ class Remaining:
 
     @property
     def seconds(self) -> float:
-        """Their estimated duration: the mean of the same experiment's, else that of all, else a guess."""
-        every = [each for some in self._seconds.values() for each in some]
-        usual = sum(every) / len(every) if every else self._guess_s
+        """Their estimated duration: the mean of those of the same experiment, else what it usually takes."""
         total = 0.0
         for case, result in self._cases:
             own = self._seconds.get(result.bench)
-            total += runner.left(case, result) * (sum(own) / len(own) if own else usual)
+            total += runner.left(case, result) * (sum(own) / len(own) if own else self._usual_s[result.bench])
         return total
 
     def measured(self, result: Result, path: Path, _case: Case, seconds: float) -> None:
