@@ -25,6 +25,7 @@ const TCP4: u8 = 1;
 const TCP6: u8 = 4;
 /// Bytes of a TCP header with a timestamp.
 const TCP_LEN: usize = 32;
+const TAG_LEN: usize = 4;
 /// Longest IP packet of a guest that fits the path (`by_wire`).
 const ROOM: u16 = 1450;
 const REMOTE: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 2);
@@ -118,23 +119,35 @@ fn segments_of_the_wires_device_fit_the_path() {
     let _attached = kernel.attach(&device, origin).unwrap();
     let to = Destination { device: wire.name.1, mtu: 15_000, target: by_wire(REMOTE, None), ..guest() };
     assert!(kernel.flows().install(&known(B), &sender(), &to, &terms()));
-    for (is_v6, size) in
-        [(false, 1300), (false, 1398), (false, 1399), (false, 8948), (true, 1300), (true, 8928)]
-    {
-        let (frame, ip_len) = segment(is_v6, 30_000);
-        let headers = (ip_len + TCP_LEN) as u16;
+    let sizes = [
+        (false, 0, 1300),
+        (false, 0, 1398),
+        (false, 0, 1399),
+        (false, 0, 8948),
+        (true, 0, 1300),
+        (true, 0, 8928),
+        (false, TAG_LEN, 1394),
+        (false, TAG_LEN, 1398),
+        (true, TAG_LEN, 8928),
+    ];
+    for (is_v6, tag_len, size) in sizes {
+        let (mut frame, ip_len) = segment(is_v6, 30_000);
+        if tag_len > 0 {
+            frame.splice(12..12, [0x81, 0, 0, 5]);
+        }
+        let headers = (tag_len + ip_len + TCP_LEN) as u16;
         let mut packet = vec![NEEDS_CSUM, if is_v6 { TCP6 } else { TCP4 }];
-        for field in [headers + HEADER_LEN as u16, size, (HEADER_LEN + ip_len) as u16, 16] {
+        for field in [headers + HEADER_LEN as u16, size, (HEADER_LEN + tag_len + ip_len) as u16, 16] {
             packet.extend(field.to_ne_bytes());
         }
         packet.extend(&frame);
         assert_eq!((&host.file).write(&packet).unwrap(), packet.len());
         let (now, left) = wire.next();
-        assert_eq!(now, size.min(ROOM - headers), "IPv6: {is_v6}, segments of {size} bytes");
+        assert_eq!(now, size.min(ROOM - headers), "IPv6: {is_v6}, tag: {tag_len}, segments of {size} bytes");
         assert!(left == frame, "the frame's bytes are the same");
     }
     kernel.flows().count();
-    assert_eq!(to.stats.out_frames.get(), 6);
+    assert_eq!(to.stats.out_frames.get(), sizes.len() as u64);
     let more = (&core.file).read(&mut [0; 2000]).unwrap_err();
     assert_eq!(more.kind(), ErrorKind::WouldBlock, "nothing came up");
 }

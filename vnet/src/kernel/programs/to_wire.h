@@ -34,7 +34,12 @@ INLINE int fit(struct __sk_buff *skb, __u32 segment_max)
 	if (!size)
 		return 0;
 	headers = tcp_headers(skb);
-	if (!headers || size + headers <= segment_max)
+	if (!headers)
+		return 0;
+	/* The tunnel carries the tag in the frame. */
+	if (skb->vlan_present)
+		headers += VLAN_TAG;
+	if (size + headers <= segment_max)
 		return 0;
 	less = size + headers - segment_max;
 	/* 8 948 to 1 398 takes two. */
