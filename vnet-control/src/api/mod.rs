@@ -260,13 +260,6 @@ pub struct Interface {
     pub settings: InterfaceSettings,
 }
 
-impl Interface {
-    /// True if the interface is of a kind that can have the path `kernel`.
-    pub fn may_have_kernel_path(&self) -> bool {
-        matches!(&*self.settings.text("kind"), "veth" | "local")
-    }
-}
-
 /// Serde default: older daemons omit this field.
 fn vnetd_path() -> String {
     "vnetd".into()

@@ -273,7 +273,7 @@ impl World {
         setup
     }
 
-    /// A frame's flow. Stations are at home, mostly; a link is in one network more than its frames come from, rarely.
+    /// A frame's flow. Stations are at home, mostly; other frames come from any port, also from one that is not in the network.
     fn flow(&mut self) -> Flow {
         let at = self.random.below(IN_NETWORK.len() as u64) as usize;
         let src = self.station();

@@ -146,10 +146,17 @@ impl KernelError {
 
 /// An error and its causes. The verifier's log, which has lines, is left out.
 fn in_one_line(error: &dyn std::error::Error) -> String {
-    let causes = std::iter::successors(Some(error), |error| error.source());
-    let texts: Vec<String> =
-        causes.map(|error| error.to_string().lines().next().unwrap_or("").into()).collect();
-    texts.join(": ")
+    let mut line = String::new();
+    for error in std::iter::successors(Some(error), |error| error.source()) {
+        let text = error.to_string();
+        let text = text.lines().next().unwrap_or_default();
+        // Some errors of aya contain the text of their cause.
+        if !line.ends_with(text) {
+            line += if line.is_empty() { "" } else { ": " };
+            line += text;
+        }
+    }
+    line
 }
 
 /// A guest's device with programs at the host's end, or a local network's.
