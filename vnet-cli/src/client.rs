@@ -89,8 +89,10 @@ impl Client<'_> {
         let runtime = self.runtime()?;
         runtime.block_on(async {
             let no_answer = |why: String| self.no_answer(why);
-            let mut terminate =
-                signal(SignalKind::terminate()).map_err(|error| no_answer(error.to_string()))?;
+            // Before the first event: a signal that comes while one is taken waits.
+            let heard = |kind| signal(kind).map_err(|error| no_answer(error.to_string()));
+            let (mut interrupt, mut terminate) =
+                (heard(SignalKind::interrupt())?, heard(SignalKind::terminate())?);
             let answer = tokio::time::timeout(PATIENCE, self.send(method, path, vec![]));
             let answer = answer.await.map_err(|_| no_answer(timed_out()))??;
             let status = answer.status();
@@ -110,7 +112,7 @@ impl Client<'_> {
                         }
                         Some(Err(_)) | None => return Ok(Ended::Server),
                     },
-                    _ = tokio::signal::ctrl_c() => return Ok(Ended::Signal),
+                    _ = interrupt.recv() => return Ok(Ended::Signal),
                     _ = terminate.recv() => return Ok(Ended::Signal),
                 }
             }
