@@ -56,7 +56,7 @@ def counts(options: EvaluateOptions) -> list[Case]:
         _kernel(options, under, kernel, options.size if count <= RANKS else CHECKED_SIZE, count, JUDGED)
         for under in options.settings()
         for kernel in options.kernels or (QUICK_KERNELS[:1] if options.quick else COUNTED_KERNELS)
-        for count in options.some(COUNTS)
+        for count in (COUNTS[2:3] if options.quick else COUNTS)
     ]
 
 
@@ -185,7 +185,7 @@ def scaling(options: EvaluateOptions) -> list[Case]:
     """More and more ranks in a row, all messages between hosts (paper 003, figure 3)."""
     cases = []
     for under in options.settings():
-        for each in options.some(RANKS_A_HOST):
+        for each in RANKS_A_HOST[:1] if options.quick else RANKS_A_HOST:
             count = options.hosts * each
             place = ranks.Placement(ranks.INTER, ranks.spread(count, options.hosts, count - 1))
             found = _advect(options, under, place, f"{count}x1x1", ON_ONE_HOST, long=True)
@@ -196,7 +196,7 @@ def scaling(options: EvaluateOptions) -> list[Case]:
 
 def share(options: EvaluateOptions) -> list[Case]:
     """Four ranks on each host, more and more of their messages between hosts (paper 003, figure 4)."""
-    count = max(RANKS_A_HOST) * options.hosts
+    count = (2 if options.quick else max(RANKS_A_HOST)) * options.hosts
     fewest, all_of_them = options.hosts - 1, count - 1
     steps = [fewest + (all_of_them - fewest) * step // (SHARES - 1) for step in range(SHARES)]
     places = tuple(ranks.Placement("", ranks.spread(count, options.hosts, crossings)) for crossings in steps)
