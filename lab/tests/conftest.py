@@ -14,6 +14,7 @@ MakeLab = Callable[..., Topology]
 PROGRAMS = Path(__file__).parent / "programs"
 """Programs that tests run in hosts and containers."""
 LONG = [
+    "evaluate_smoke",
     "store",
     "package",
     "change",
