@@ -123,6 +123,6 @@ def test_the_kernel_forwards(version: str, programs: tuple[Path, ...], tmp_path:
     assert passed >= BYTES / 2 / 65536
     assert moved < passed / 2
     # The containers' MTU is the underlay's: each segment would leave in two fragments.
-    created = int(found["fragments-after-tcp"]) - int(found["fragments"])
-    assert created < SEGMENTS / 5
+    for before, after in ("fragments", "fragments-after-tcp"), ("fragments-before-tagged", "fragments-after-tagged"):
+        assert int(found[after]) - int(found[before]) < SEGMENTS / 5, after
     assert carried(found, "after-tagged") - carried(found, "before-tagged") >= BYTES / 2 / 65536

@@ -16,8 +16,7 @@ from packet_count import Packets
 
 from vnetlab.run import run
 
-TO = {"IPv4": ADDRESSES[FAR], "IPv6": ADDRESSES_6[FAR], "tagged": "10.79.0.2"}
-TAG = 5
+TO = {"IPv4": ADDRESSES[FAR], "IPv6": ADDRESSES_6[FAR]}
 PROGRAM = str(PROGRAMS / "checked_content.py")
 BYTES = 40_000_000
 SUPER_FRAMES = BYTES // 65536
@@ -38,19 +37,11 @@ MTUS = [(1500, 1500), (9000, 1500), (1500, 9000)]
 def hosts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     mtu, underlay_mtu, by_device = request.param
     directory = tmp_path_factory.mktemp("kernel-mtu")
-    with pair(f"km{os.getpid()}", directory, mtu=mtu, underlay_mtu=underlay_mtu, by_device=by_device) as made:
-        tag(made)
-        with taking(made):
-            yield made
-
-
-def tag(hosts: Pair) -> None:
-    """Both containers have a VLAN device of their own MTU."""
-    for number, address in (ONE, "10.79.0.1"), (FAR, TO["tagged"]):
-        ip = ["ip", "-n", hosts.containers[number]]
-        run([*ip, "link", "add", "link", "eth0", "name", "tagged", "type", "vlan", "id", str(TAG)])
-        run([*ip, "address", "add", f"{address}/24", "dev", "tagged"])
-        run([*ip, "link", "set", "tagged", "up"])
+    with (
+        pair(f"km{os.getpid()}", directory, mtu=mtu, underlay_mtu=underlay_mtu, by_device=by_device) as made,
+        taking(made),
+    ):
+        yield made
 
 
 @contextlib.contextmanager
@@ -106,8 +97,7 @@ def test_streams_fit_the_path(hosts: Pair, to: str, cut: bool):
     by_device = hosts.carried(0) - by_device
     is_own = MAKES_DATAGRAMS and not hosts.options.by_device
     # The headers of own datagrams make segments smaller by their own length, and by no more.
-    # Frames with a tag take the device.
-    if not is_own or to == "tagged" or hosts.options.mtu > hosts.options.underlay_mtu:
+    if not is_own or hosts.options.mtu > hosts.options.underlay_mtu:
         assert by_device >= moved[0] / 2
     elif to == "IPv4":
         # Acknowledgements of IPv6 are the device's to receive.
