@@ -25,11 +25,11 @@ MAKES_DATAGRAMS = tuple(int(part) for part in os.uname().release.split(".")[:2])
 """Whether programs make and take the wire's datagrams themselves, past its device."""
 UNDERLAY = ["192.0.2.1", "192.0.2.2"]
 ONE, TWO, FAR = range(3)
-"""Numbers of the containers."""
+"""Indices of the containers."""
 NAMES = ["one", "two", "one"]
-"""Names of their interfaces."""
+"""Interface names, by container."""
 PLACES = [0, 0, 1]
-"""Numbers of their hosts."""
+"""Index of the host of each container."""
 ADDRESSES = ["10.78.0.1", "10.78.0.3", "10.78.0.2"]
 ADDRESSES_6 = ["fd78::1", "fd78::3", "fd78::2"]
 MACS = ["52:54:00:78:00:01", "52:54:00:78:00:03", "52:54:00:78:00:02"]
@@ -40,14 +40,14 @@ class Options:
     """Differences from the defaults."""
 
     mtu: int = 1500
-    """Of the containers."""
+    """MTU of the containers' interfaces, bytes."""
     underlay_mtu: int = 1500
     second_network: int = 1
     """Network of the first host's second container."""
     link: str = ""
-    """Further lines of a link."""
+    """Further TOML lines of each `[[link]]`."""
     by_device: bool = False
-    """Whether hosts have an IPsec policy, with which all frames of the wire take its device."""
+    """Whether hosts have an IPsec policy: vnetd then sends through the VXLAN device instead of own datagrams."""
 
 
 class Pair:

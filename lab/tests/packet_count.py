@@ -36,7 +36,7 @@ def in_namespace(namespace: str, work: Callable[[], T]) -> T:
         except Exception as error:
             errors.append(error)
 
-    # In a thread of its own, because it is the thread that enters the namespace.
+    # setns(2) moves only the calling thread, so a thread of its own enters the namespace and ends there.
     thread = threading.Thread(target=enter)
     thread.start()
     thread.join()

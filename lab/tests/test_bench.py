@@ -16,6 +16,7 @@ from vnetlab.bench import (
     pages,
     plot,
     report,
+    runner,
     share,
     sockets,
     suite,
@@ -350,3 +351,8 @@ def test_choosing_cases_and_contenders():
 
 def test_epilog_names_every_bench():
     assert all(name in command.EPILOG for name in BENCHES)
+
+
+def test_a_recorded_command_names_no_file_of_the_machine():
+    words = ["bench", "tcp", "--json", "/tmp/a", "--publish", "--json=/tmp/b", "--contender", "vnet, TAP"]
+    assert runner.recorded(words) == "lab/lab bench tcp --publish --contender 'vnet, TAP'"

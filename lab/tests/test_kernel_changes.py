@@ -109,7 +109,7 @@ def test_a_capture_slows_nobody_else(hosts: Pair):
 def test_no_frame_by_an_old_rule_of_the_receivers_host(hosts: Pair):
     """The far host's rules change under traffic by the wire, VNET_TEST_CHANGES times."""
     with refused_datagrams(hosts.containers[ONE], hosts.containers[FAR], ADDRESSES[FAR]) as frames:
-        # Back where they came from: nowhere.
+        # Frames from the link that a rule sends back to it are dropped.
         change_rules(hosts.hosts[1], {"dst": MACS[FAR], "to": "link peer"}, frames)
     hosts.balance()
 

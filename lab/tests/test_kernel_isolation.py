@@ -128,7 +128,7 @@ def test_a_container_cannot_aim_a_tunnel(hosts: Pair):
     run([*route, *f"add {behind} encap ip id {NO_NETWORK} dst {victim} via {ADDRESSES[FAR]} dev eth0".split()])
     try:
         wire, far = f"udp dst port {WIRE_PORT}", f"dst host {UNDERLAY[1]}"
-        # Trials are of network 0.
+        # Packets of the link: frames of network 1, or the wire's trials, which use VNI 0.
         right = f"{far} and (udp[12:4] = 0x100 or udp[12:4] = 0)"
         wrong = f"host {victim} or ({wire} and src host {UNDERLAY[0]} and not ({right}))"
         host = hosts.hosts[0].namespace

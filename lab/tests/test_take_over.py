@@ -25,7 +25,7 @@ from vnetlab.run import run, wait_until
 
 TAKE_OVERS = int(os.environ.get("VNET_TEST_TAKE_OVERS", "4"))
 END_S = 0.25
-"""How long an answer takes at most when pings end. Nobody knows whether those on their way are lost."""
+"""Largest round trip at the end: pings sent later may still be in flight and do not count as lost."""
 GAP_S = float(os.environ.get("VNET_TEST_TAKE_OVER_GAP_S", "1"))
 """Longest time between two answers; on an idle machine it is below 50 ms."""
 PREFIX = f"to{os.getpid()}"
@@ -335,7 +335,7 @@ def test_a_new_vnetd_that_fails_is_survived(hosts: list[Host], step: str, how: s
     before, log = counters(host), host.directory / "log"
     begin = len(log.read_text())
     command = [sys.executable, str(HALF), f"{host.directory}/control.sock.take-over", step, how]
-    # In the two seconds that a process has which hangs while frames wait, 100 pings wait for their answers.
+    # A process that hangs is given up after 2 s: by then 100 pings wait, fewer than fill ping's receive buffer.
     with pinging(0.02) as gaps, subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as half:
         assert half.stdout.readline() == "half\n"
         wait_until("the running vnetd to go on", lambda: "this vnetd goes on" in log.read_text()[begin:], 20, log)

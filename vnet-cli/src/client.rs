@@ -89,7 +89,7 @@ impl Client<'_> {
         let runtime = self.runtime()?;
         runtime.block_on(async {
             let no_answer = |why: String| self.no_answer(why);
-            // Before the first event: a signal that comes while one is taken waits.
+            // Subscribe once, before the loop: a signal that arrives between two polls stays pending.
             let heard = |kind| signal(kind).map_err(|error| no_answer(error.to_string()));
             let (mut interrupt, mut terminate) =
                 (heard(SignalKind::interrupt())?, heard(SignalKind::terminate())?);

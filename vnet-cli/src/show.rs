@@ -82,7 +82,7 @@ pub fn status(status: &Status) -> String {
     table.print()
 }
 
-/// The kernel's own path of a host with `all` interfaces, and why one of them or the links do not have it.
+/// The row `kernel path` of `vnet status`: how many of `all` interfaces have it, its flows, why an interface or the links lack it.
 fn kernel_path(summary: &KernelSummary, all: usize) -> String {
     let KernelSummary { interfaces, flows, refused, pin_error, interface_reason, link_reason } = summary;
     let mut text = format!("{interfaces} of {all} interfaces");

@@ -229,7 +229,7 @@ impl Engine {
         interfaces: &[api::Interface],
         links: &[api::Link],
     ) -> Option<api::KernelSummary> {
-        // Absent if no interface can have it, or if the kernel takes no programs.
+        // Without interfaces there is nothing to say.
         let kernel = self.core.kernel_if_open();
         let interface_reason = interface_reason(interfaces);
         if kernel.is_none() && interface_reason.is_none() {
@@ -395,7 +395,7 @@ mod tests {
         assert_eq!(reason.as_deref(), Some("interface c1: it has a rate limit"));
     }
 
-    /// A host with two virtual machines, which has not loaded the programs yet.
+    /// An engine with two vhost-user interfaces; no BPF program is loaded.
     fn engine(folder: &std::path::Path) -> Engine {
         let vm = |n: u8| {
             let socket = folder.join(format!("vm{n}"));

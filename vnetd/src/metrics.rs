@@ -374,7 +374,7 @@ pub async fn text(State(shared): State<Shared>, State(rdma): State<RdmaEngine>) 
 mod tests {
     use super::*;
 
-    /// A host with one container of two on the kernel's own path, and one link of two.
+    /// One of two interfaces and one of two links have the kernel's own path.
     fn reading() -> Reading {
         let status = serde_json::json!({
             "version": "1", "host": "h1", "pid": 1, "uptime_s": 1, "bridge": "[::]:9000", "dispatchers": 1, "yield": "block",

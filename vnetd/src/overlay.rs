@@ -62,10 +62,12 @@ pub fn prepare(engine: &Engine, desired: &Desired) -> Option<(Prepared, Computed
 
 /// Starts the agent of a prepared overlay.
 pub fn start(shared: &Shared, prepared: Prepared) -> Result<Option<Running>, Box<dyn std::error::Error>> {
-    let locked = shared.lock();
-    let Some(engine) = locked.as_ref() else { return Ok(None) };
+    let mut locked = shared.lock();
+    let Some(engine) = locked.as_mut() else { return Ok(None) };
     let Some(spec) = engine.current().overlay.as_ref().map(|item| &item.spec) else { return Ok(None) };
     let options = Options::new(spec, engine.bridge_address())?;
+    // Whoever asks before the agent's first report learns that this host is in an overlay.
+    engine.show_overlay(prepared.overlay.show(&options.endpoints, 0, 0));
     drop(locked);
     let host = EngineHost(shared.clone());
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;

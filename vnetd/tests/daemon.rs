@@ -585,3 +585,13 @@ fn the_service_manager_gets_no_signs_of_life_while_a_dispatcher_hangs() {
     drop(stopped);
     notifications.wait_for("WATCHDOG=1");
 }
+
+/// Whoever asks first, before the agent has tried to reach the store.
+#[test]
+fn the_overlay_is_shown_from_the_first_answer_on() {
+    let folder = Folder::new();
+    folder.write("[overlay]\netcd = [\"http://127.0.0.1:1\"]\naddress = \"10.0.0.1:9000\"\ntrusted = true\n");
+    let daemon = folder.start();
+    let state = daemon.get("/v1/overlay")["state"].as_str().unwrap().to_owned();
+    assert!(["starting", "away"].contains(&state.as_str()), "{state}");
+}

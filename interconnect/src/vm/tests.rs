@@ -373,9 +373,9 @@ fn lost_frames_are_repeated() {
     let runs: Vec<Run> = guest.place(&large, 900 * PAGE as usize);
     let mut events = vec![];
     let mut run = |client: &mut Client, now: &mut Instant, end: &dyn Fn(&Client, &[Event]) -> bool| {
-        let begin = *now;
+        let begin = Instant::now();
         while !end(client, &events) {
-            assert!(now.saturating_duration_since(begin) < Duration::from_secs(2), "{events:?}");
+            assert!(begin.elapsed() < PATIENCE, "{events:?}");
             *now += Duration::from_millis(2);
             let mut is_lost = || {
                 random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
@@ -403,11 +403,9 @@ fn lost_frames_are_repeated() {
         client.wakes_at(Instant::now()).is_none_or(|at| at > Instant::now())
     });
     client.close();
-    let begin = Instant::now();
     run(&mut client, &mut now, &|client, _| {
-        // The engine's thread releases the memory.
-        std::thread::sleep(Duration::from_micros(200));
-        assert!(begin.elapsed() < PATIENCE);
+        // The engine's thread releases the memory: the test's clock must not run ahead of the machine's.
+        std::thread::sleep(Duration::from_millis(2));
         client.is_closed()
     });
     assert_eq!(host.attachments(), 0);

@@ -40,10 +40,10 @@ _FLOOR = "6 us above the minimal forwarder ([note](lab-notes/2026-11-22-round-tr
 _EMULATED = "the emulated vCPUs leave at most 1.16x ([note](lab-notes/2026-11-22-virtual-machine-tcp.md))"
 _HEADROOM = "[note](lab-notes/2026-11-24-headroom.md)"
 _CONTROL = "[note](lab-notes/2026-11-25-congestion-control.md)"
-_QUEUE = f"the container's own device has a queue more; without all look-ups 0.98x ({_CONTROL})"
+_QUEUE = f"the container's own device has one more queue; the programs take half of the difference ({_CONTROL})"
 _HOP = f"after a pause caches miss, on one device and three hash tables more ({_HEADROOM})"
 _WAKING = f"processes that wake take most of the time, on the bare underlay, too ({_HEADROOM})"
-_NEW_FLOWS = f"a kernel bridge without vnet keeps 0.88x: it is the scanner's own time ({_CONTROL})"
+_NEW_FLOWS = f"a kernel bridge without vnet keeps no more: the scanner's own time ({_CONTROL})"
 _LARGE = f"large messages cost 4 % more than between bare hosts; PTRANS and RandomAccess scatter ({_CONTROL})"
 _GUESTS = "the emulated guests' own time ([note](lab-notes/2026-11-22-virtual-machine-latency.md))"
 

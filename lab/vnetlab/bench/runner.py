@@ -27,7 +27,7 @@ def begin(bench: Bench, options: Options, repeat: int) -> Result:
     """A result without figures: command, date, machine, versions."""
     return Result(
         bench=bench.name,
-        command=shlex.join(["lab/lab", *sys.argv[1:]]),
+        command=recorded(sys.argv[1:]),
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         repeat=repeat,
         quick=options.quick,
@@ -35,6 +35,12 @@ def begin(bench: Bench, options: Options, repeat: int) -> Result:
         versions=environment.versions(),
         notes=list(bench.notes),
     )
+
+
+def recorded(words: list[str]) -> str:
+    """The command that measures the same again: where it also writes the result, `--json FILE`, is left out."""
+    kept = [word for word, before in zip(words, ["", *words], strict=False) if "--json" not in (word, before)]
+    return shlex.join(["lab/lab", *(word for word in kept if not word.startswith("--json="))])
 
 
 def run(bench: Bench, options: Options, result: Result, measured: Measured = lambda *_: None) -> None:

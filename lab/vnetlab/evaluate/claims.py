@@ -106,7 +106,7 @@ class Claim:
             return "Agrees."
         more = low.ratio > self.high
         better = more == METRICS[self.metric].higher_is_better
-        # The ratio that is farthest from the paper's explains itself.
+        # The contender that deviates most from the paper gives the reason.
         name = (high if more else low).contender
         reason = (self.better if better else self.worse)[name]
         path = f" with {name}" * (len(self.ours) > 1)

@@ -263,7 +263,7 @@ def ablation(options: EvaluateOptions) -> list[Case]:
 
     containers = replace(_settings(options), containers=1, vms=0)
     rows = latency.steps(guests=False)
-    # A quick run shows that native, a bound and vnet work.
+    # Quick run: native, the forwarder without vnet, and the last step of vnet.
     rows = [rows[0], rows[2], rows[-2]] if options.quick else rows
     cases = [case({"between": "containers"}, containers, rows, load)]
     guests = latency.steps(guests=True)

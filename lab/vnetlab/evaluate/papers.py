@@ -70,6 +70,11 @@ def _bridged(text: str, metric: str, low: float, high: float, where: Conditions)
     return Claim(text, metric, low, high, (BRIDGED.name,), NATIVE.name, where, STAND_IN, STAND_IN)
 
 
+def _files(text: str, metric: str, low: float, storage: str, cache: str) -> Claim:
+    """A claim about a rate of files on a kind of storage against the host's disk."""
+    return Claim(text, metric, low, 1, (storage,), ROOT, {"cache": cache}, EMULATED, FASTER_FILES)
+
+
 def _nas(ratios: dict[str, tuple[float, float]], wire: str) -> tuple[Claim, ...]:
     """The overlay's operations per second against native, by kernel."""
     return tuple(
@@ -405,34 +410,10 @@ _COMPARISON = (
         "IOZone: reading and writing files",
         "files",
         (
-            Claim(
-                "OpenVZ, reading",
-                "read_bytes_per_s",
-                0.9,
-                1,
-                (OVERLAY,),
-                ROOT,
-                {"cache": "warm"},
-                EMULATED,
-                FASTER_FILES,
-            ),
-            Claim(
-                "OpenVZ, writing",
-                "write_bytes_per_s",
-                0.9,
-                1,
-                (OVERLAY,),
-                ROOT,
-                {"cache": "warm"},
-                EMULATED,
-                FASTER_FILES,
-            ),
-            Claim(
-                "Xen, reading", "read_bytes_per_s", 0.54, 1, (VIRTIO,), ROOT, {"cache": "cold"}, EMULATED, FASTER_FILES
-            ),
-            Claim(
-                "Xen, writing", "write_bytes_per_s", 0.6, 1, (VIRTIO,), ROOT, {"cache": "cold"}, EMULATED, FASTER_FILES
-            ),
+            _files("OpenVZ, reading", "read_bytes_per_s", 0.9, OVERLAY, "warm"),
+            _files("OpenVZ, writing", "write_bytes_per_s", 0.9, OVERLAY, "warm"),
+            _files("Xen, reading", "read_bytes_per_s", 0.54, VIRTIO, "cold"),
+            _files("Xen, writing", "write_bytes_per_s", 0.6, VIRTIO, "cold"),
         ),
         "fio instead of IOZone",
     ),

@@ -6,6 +6,7 @@ from vnetlab.evaluate.guests import EARLY_ALWAYS
 from vnetlab.evaluate.kinds import BRIDGED, MACVLAN, NATIVE, TAP, VETH
 
 _HEADROOM = "docs/lab-notes/2026-11-24-headroom.md"
+_CONTROL = "docs/lab-notes/2026-11-25-congestion-control.md"
 COPIED = "each byte is copied through user space (docs/performance.md)"
 LATENCY = {
     TAP.name: "the two hosts share two processors with vnetd and the ranks, so every wake-up waits for a processor",
@@ -18,7 +19,8 @@ COPIES = {
 }
 RATES = {
     TAP.name: "every frame wakes vnetd, which shares two processors with the ranks, and is copied through user space",
-    VETH.name: f"not explained yet, as there is no profile ({_HEADROOM})",
+    VETH.name: "programs, a second device and the kernel's check of super-frames take 4 % of the ranks' time "
+    f"({_CONTROL})",
 }
 """Why rates of applications are worse than the papers', by vnet's path."""
 NO_GUEST = {

@@ -210,7 +210,7 @@ fn kernel_path(daemon: &Daemon) -> Finding {
     let with = daemon.interfaces.iter().filter(|interface| interface.path == "kernel").count();
     let mut what = format!("{with} of {} interfaces", daemon.interfaces.len());
     let summary = daemon.status.kernel.as_ref();
-    // A kind without the path, or a setting, is a choice.
+    // Reported without a warning: the user has chosen this kind, or a setting that excludes the path.
     what.extend(
         summary.and_then(|kernel| kernel.interface_reason.as_ref()).map(|why| format!("; not from {why}")),
     );

@@ -1,4 +1,4 @@
-//! Direct ports in answers, and which interfaces can have the kernel's own path.
+//! Direct ports in answers.
 
 use serde::{Deserialize, Serialize};
 use vnet::frame::NetworkId;
@@ -34,11 +34,6 @@ pub struct DirectGuest {
 }
 
 impl Interface {
-    /// True if the interface is of a kind that can have the path `kernel`.
-    pub fn may_have_kernel_path(&self) -> bool {
-        matches!(&*self.settings.text("kind"), "veth" | "local")
-    }
-
     /// How many direct ports of the interface are used, and why one is not.
     pub fn direct_note(&self) -> Option<String> {
         if !self.settings.flag("direct") {

@@ -27,7 +27,7 @@ use crate::stats::PortStats;
 use crate::wire::ethernet::Mac;
 use crate::wire::vxlan;
 
-/// Interfaces, whose ports come first, and the ports of the two links.
+/// Number of interfaces, which have the lowest port ids; the two links follow.
 const INTERFACES: u16 = 5;
 const NATIVE: PortId = PortId(INTERFACES);
 const VTEP: PortId = PortId(INTERFACES + 1);
@@ -189,7 +189,7 @@ impl World {
         PortId(self.random.below(PORTS.into()) as u16)
     }
 
-    /// A port of the network with this index.
+    /// A random member of `IN_NETWORK[network]`.
     fn port_in(&mut self, network: usize) -> PortId {
         let ports = IN_NETWORK[network];
         PortId(ports[self.random.below(ports.len() as u64) as usize])

@@ -20,8 +20,8 @@ use crate::netlink::{self, Netlink};
 use crate::wire::ethernet::Mac;
 use crate::wire::vxlan::SUPER_FRAME_MAX;
 
-/// The container's kernel cuts super-frames of this length in bytes and more before the device: those that do not take the wire. TCP's stay well below it, by Linux's `MAX_TCP_HEADER`;
-/// messages of segmented UDP are as long as the program makes them, up to 65 535 bytes with their IP header.
+/// `gso_max_size` of the container's device, in bytes: its kernel segments frames of this length and more, which would not fit into one
+/// IP packet of the wire. TCP stays well below it, by Linux's `MAX_TCP_HEADER`; messages of `UDP_SEGMENT` are up to 65 535 bytes long.
 const GSO_MAX_SIZE: u32 = SUPER_FRAME_MAX as u32 + 1;
 
 /// Configuration of a container's interface.

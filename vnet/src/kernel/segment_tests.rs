@@ -1,7 +1,7 @@
-//! Super-frames of TCP that leave by the wire's device, with segments made to fit the path.
+//! Tests that `fit()` (programs/to_wire.h) lowers `gso_size` of TCP super-frames to the path MTU.
 //!
-//! A test run's frame has no type of segmentation (`gso_type`), so the kernel refuses to lower its segments' size. These tests send
-//! super-frames through TAPs instead, in a network namespace of their own.
+//! BPF_PROG_TEST_RUN sets `gso_size` but no `gso_type`, without which bpf_skb_adjust_room leaves `gso_size` unchanged. These tests
+//! write super-frames to TAPs instead, in a network namespace of their own.
 
 use std::fs::File;
 use std::io::{ErrorKind, Read, Write};
@@ -152,7 +152,7 @@ fn segments_of_the_wires_device_fit_the_path() {
     assert_eq!(more.kind(), ErrorKind::WouldBlock, "nothing came up");
 }
 
-/// Such a frame leaves as it is, in IP fragments.
+/// Super-frames that are not TCP, or have no `gso_type`, are forwarded unchanged.
 #[test]
 fn segments_that_the_kernel_does_not_lower_leave_unchanged() {
     let Some(mut bench) = Bench::new() else { return };

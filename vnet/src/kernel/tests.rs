@@ -61,7 +61,8 @@ pub(crate) fn kernel() -> Option<Arc<Kernel>> {
     }
 }
 
-/// Moves the calling thread into a network namespace of its own, where the kernel sends nothing by itself. False without the privilege.
+/// Gives the calling thread its own network namespace, without IPv6, so that the kernel sends no frames by itself. Returns false
+/// without CAP_SYS_ADMIN.
 pub(crate) fn own_network() -> bool {
     // SAFETY: the call passes no pointers. The thread belongs to one test, so no other test's namespace changes.
     if unsafe { libc::unshare(libc::CLONE_NEWNET) } != 0 {

@@ -36,7 +36,7 @@ INLINE int fit(struct __sk_buff *skb, __u32 segment_max)
 	headers = tcp_headers(skb);
 	if (!headers)
 		return 0;
-	/* The tunnel carries the tag in the frame. */
+	/* The VLAN tag is inserted into the frame before the tunnel's headers. */
 	if (skb->vlan_present)
 		headers += VLAN_TAG;
 	if (size + headers <= segment_max)
