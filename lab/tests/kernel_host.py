@@ -130,6 +130,8 @@ def assert_none_lost(text: str, on_the_way: int = 1) -> None:
     """
     sent, received = (int(re.search(rf"(\d+) {word}", text)[1]) for word in ("packets transmitted", "received"))
     answered = {int(number) for number in re.findall(r"icmp_seq=(\d+)", text)}
-    assert not answered or len(answered) == max(answered), text
-    assert sent - received <= on_the_way, text
-    assert "duplicates" not in text, text
+    missing = sorted(set(range(1, max(answered, default=0))) - answered)
+    summary = text[text.rfind("---", 0, text.rfind("---")) :]
+    assert not missing, f"no answer: {missing}\n{summary}"
+    assert sent - received <= on_the_way, summary
+    assert "duplicates" not in text, summary

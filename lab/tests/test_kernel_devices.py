@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from conftest import PROGRAMS
-from kernel_pair import ADDRESSES, FAR, ONE, WIRE_PORT, Pair, pair
+from kernel_pair import ADDRESSES, FAR, MACS, ONE, TWO, WIRE_PORT, Pair, pair
 
 from vnetlab.run import run, wait_until
 
@@ -116,16 +116,29 @@ def test_what_is_lost_after_the_verdict_is_the_devices(hosts: Pair):
     hosts.balance()
 
 
-def test_a_container_whose_device_is_down_is_told(hosts: Pair):
-    """Frames to it are lost behind the verdict: the interface's state says why, and the counters balance."""
-    ip, far = ["ip", "-n", hosts.containers[FAR], "link", "set", "eth0"], hosts.hosts[1]
-    hosts.wait_for_wire()
+@pytest.mark.parametrize("to", [TWO, FAR])
+def test_frames_to_a_device_that_is_down_are_counted(hosts: Pair, to: int):
+    """The kernel would discard them uncounted: flows to the container end, and its vnetd counts their frames."""
+    ip, host = ["ip", "-n", hosts.containers[to], "link", "set", "eth0"], hosts.hosts[to == FAR]
+    place = 0 if to == FAR else TWO
+
+    def dropped() -> int:
+        return sum(port["drops"].get("not_ready", 0) for port in host.ask("stats")["ports"])
+
+    def into(flow: dict) -> bool:
+        return flow["dst"] == MACS[to]
+
+    hosts.wait_for_kernel(ONE, to)
+    assert any(into(flow) for flow in host.ask("flows"))
     run([*ip, "down"])
     try:
-        run(hosts.inside(ONE, sys.executable, "-c", SEND % ADDRESSES[FAR]))
-        wait_until("the state", lambda: far.ask("interface", "list")[0]["state"] == "down", 60)
-        assert "is down" in far.ask("interface", "list")[0]["reason"]
+        wait_until("the state", lambda: host.ask("interface", "list")[place]["state"] == "down", 60)
+        assert "is down" in host.ask("interface", "list")[place]["reason"]
+        wait_until("the flow's end", lambda: not any(into(flow) for flow in host.ask("flows")), 60)
+        before = dropped()
+        run(hosts.inside(ONE, sys.executable, "-c", SEND % ADDRESSES[to]))
+        wait_until("the drops", lambda: dropped() - before >= 100, 60)
         hosts.balance()
     finally:
         run([*ip, "up"])
-    hosts.wait_for_wire()
+    hosts.wait_for_kernel(ONE, to)

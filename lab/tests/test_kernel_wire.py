@@ -413,7 +413,7 @@ def test_other_filters_of_the_underlay_see_their_packets(hosts: list[Host]):
 def test_established_flows_outlive_a_hosts_vnetd(hosts: list[Host]):
     """Each vnetd is killed and started again under pings every 5 ms: the other host stays on the wire."""
     assert ping(20) == 20
-    words = ["ip", "netns", "exec", CONTAINERS[0], "ping", "-n", "-q", "-i", "0.005", "-W", "5", ADDRESSES[1]]
+    words = ["ip", "netns", "exec", CONTAINERS[0], "ping", "-n", "-i", "0.005", "-W", "5", ADDRESSES[1]]
     pings = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     try:
         # Longer than the silence after which a living vnetd would have lost the wire; then for a moment.

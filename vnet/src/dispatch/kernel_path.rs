@@ -85,6 +85,12 @@ impl Way {
         let Way::Guest(to, interface) = self else { return None };
         Some(Destination { mtu: interface.kernel_device()?.mtu.load(Relaxed), ..to.clone() })
     }
+
+    /// True if the kernel would discard frames to the guest, which nobody counts: vnetd drops them instead.
+    fn is_down(&self) -> bool {
+        let Way::Guest(_, interface) = self else { return false };
+        interface.kernel_device().is_some_and(|device| !device.up.load(Relaxed))
+    }
 }
 
 impl Ways {
@@ -120,11 +126,21 @@ impl Ways {
         self.ports.get(port.index())?.as_ref()
     }
 
+    /// Ends the flows to guests whose device is down.
+    fn end_downed(&self, kernel: &Kernel) {
+        let downed: Vec<_> =
+            self.ports.iter().flatten().filter(|way| way.is_down()).map(Way::stats).collect();
+        if !downed.is_empty() {
+            kernel.flows().end(&downed);
+        }
+    }
+
     /// Where the kernel sends a flow of `network` between two ports; `None`: nowhere. `Err`: nowhere now, but that may change under
     /// this setup.
     fn way(&self, from: &Way, to: &Way, network: NetworkId, now_ms: u64) -> Option<Result<Destination, ()>> {
         let carries = |link: &Link| link.carries(network);
         match (from, to) {
+            _ if to.is_down() => Some(Err(())),
             (Way::Guest(..), Way::Guest(..)) => to.guest().map(Ok),
             (Way::Host(link), Way::Guest(..)) => to.guest().filter(|_| carries(link)).map(Ok),
             (Way::Guest(..), Way::Host(link)) => {
@@ -364,7 +380,8 @@ impl KernelPath {
         let (tunnels, wire) = (self.tunnels.clone(), self.wire.clone());
         let (kernel, started, outlive) = (self.kernel().clone(), self.started, self.outlive);
         let (round, inheritance) = (self.round.clone(), self.inheritance.clone());
-        let to: Arc<dyn Install> = self.installer.clone();
+        let installer = self.installer.clone();
+        let to: Arc<dyn Install> = installer.clone();
         let mut router = Router::new(current.load().table.clone(), self.learned.clone());
         move || {
             let (mut generation, mut rounds) = (None, 0_u64);
@@ -394,6 +411,7 @@ impl KernelPath {
                         }
                     }
                 }
+                installer.setup.load().end_downed(&kernel);
                 kernel.tick(now_ns, end_ns);
                 rounds += 1;
                 if rounds.is_multiple_of(ROUNDS_PER_TRIAL) {

@@ -231,6 +231,7 @@ impl World {
             tap: ("lo".into(), 1),
             mac: Mac([2, 0, 0, 0, 0, n as u8]),
             mtu: 1500.into(),
+            up: true.into(),
             leads_to: LeadsTo::Namespace(None),
             pair: None,
         };

@@ -214,7 +214,7 @@ impl Tunnels {
         self.set_peers(kernel);
         for (end, link) in &**links {
             if before.get(end) != found.get(end) {
-                kernel.flows().end(link.stats());
+                kernel.flows().end(&[link.stats()]);
             }
         }
     }

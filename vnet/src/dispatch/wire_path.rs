@@ -109,7 +109,7 @@ impl WirePath {
             match link.wire_change(now_ms) {
                 Some(true) => tracing::info!(link = link.name(), "known flows of containers take the wire"),
                 Some(false) => {
-                    kernel.flows().end(link.stats());
+                    kernel.flows().end(&[link.stats()]);
                     tracing::info!(
                         link = link.name(),
                         "vnetd forwards all frames: the other host does not receive the wire any more"

@@ -34,7 +34,7 @@ pub mod wire;
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::time::Duration;
 
 use parking_lot::MutexGuard;
@@ -192,6 +192,8 @@ pub struct KernelDevice {
     pub mac: Mac,
     /// MTU in bytes, which an administrator may change for a local network's device.
     pub mtu: AtomicUsize,
+    /// False while control has seen the guest's device down: the kernel discards frames to it, and no device counts them.
+    pub up: AtomicBool,
     /// Where frames sent to the device go.
     pub leads_to: LeadsTo,
     /// Kind of the pair that the host's end belongs to; `None` for a local network's device.

@@ -144,6 +144,11 @@ impl Tap {
         })
     }
 
+    /// Drops frames that nobody can get now.
+    pub(super) fn refuse(&self, frames: Selection<'_>, drops: &mut DropSink) {
+        drops.dropped_all(&self.stats, DropReason::NotReady, frames.which);
+    }
+
     fn is_down(&self) -> bool {
         self.stopped.load(Relaxed) || self.gone.load(Relaxed)
     }
@@ -207,7 +212,7 @@ impl Interface for Tap {
 
     fn deliver(&self, queue: usize, frames: Selection<'_>, drops: &mut DropSink) {
         if self.is_down() {
-            return drops.dropped_all(&self.stats, DropReason::NotReady, frames.which);
+            return self.refuse(frames, drops);
         }
         let queue = &self.queues[queue];
         let mut writer = FrameWriter::new(VIRTIO_NET_HDR_LEN);

@@ -80,7 +80,6 @@ pub struct Veth {
 /// What control saw of the container's device. The MTU stays the last known one while no device has the name.
 #[derive(Clone, Copy)]
 struct Seen {
-    up: bool,
     mtu: usize,
     /// True if a device has the name.
     named: bool,
@@ -174,8 +173,9 @@ impl Veth {
         let kind = pair::kind_of(host_index).map_err(|_| missing(&options.device))?;
         let leads_to = LeadsTo::Namespace(namespace_of(host_index));
         let (host, tap_device, mtu_now) = ((host, host_index), (tap_name, tap_index), mtu.into());
-        let device = KernelDevice { host, tap: tap_device, mac, mtu: mtu_now, leads_to, pair: Some(kind) };
-        let (name, seen) = (options.device.clone(), Mutex::new(Seen { up: true, mtu, named: true }));
+        let (up, pair) = (true.into(), Some(kind));
+        let device = KernelDevice { host, tap: tap_device, mac, mtu: mtu_now, up, leads_to, pair };
+        let (name, seen) = (options.device.clone(), Mutex::new(Seen { mtu, named: true }));
         let has_headroom = AtomicBool::new(false);
         Ok(Arc::new(Veth { tap, device, name, home, seen, has_headroom, inheritance }))
     }
@@ -223,7 +223,11 @@ impl Interface for Veth {
     }
 
     fn deliver(&self, queue: usize, frames: Selection<'_>, drops: &mut DropSink) {
-        self.tap.deliver(queue, frames, drops);
+        if self.device.up.load(Relaxed) {
+            self.tap.deliver(queue, frames, drops);
+        } else {
+            self.tap.refuse(frames, drops);
+        }
     }
 
     fn kernel_device(&self) -> Option<&KernelDevice> {
@@ -237,7 +241,7 @@ impl Interface for Veth {
         }
         if let Some(reason) = self.lost() {
             State::Down(reason)
-        } else if !self.seen.lock().up {
+        } else if !self.device.up.load(Relaxed) {
             State::Down(self.home.device_down(&self.name))
         } else {
             State::Up
@@ -287,7 +291,10 @@ impl OnDevice for Veth {
     fn look(&self, socket: BorrowedFd<'_>) {
         let mut seen = self.seen.lock();
         match device::see(socket, &self.name) {
-            Ok(sight) => *seen = Seen { up: sight.up, mtu: sight.mtu, named: true },
+            Ok(sight) => {
+                *seen = Seen { mtu: sight.mtu, named: true };
+                self.device.up.store(sight.up, Relaxed);
+            }
             // Keeps the rest as it was last seen.
             Err(error) => seen.named = error.raw_os_error() != Some(libc::ENODEV),
         }

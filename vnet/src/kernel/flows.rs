@@ -324,10 +324,11 @@ impl Flows {
         all
     }
 
-    /// Ends the flows to the port with counters `to`. Programs that run at this moment may still follow them.
-    pub fn end(&self, to: &Arc<PortStats>) {
+    /// Ends the flows to the ports with counters `to`. Programs that run at this moment may still follow them.
+    pub fn end(&self, to: &[&Arc<PortStats>]) {
         let mut book = self.book.lock();
-        let is_ended = |(at, slot): (&u32, &Slot)| Arc::ptr_eq(&slot.to.stats, to).then_some(*at);
+        let leads = |slot: &Slot| to.iter().any(|stats| Arc::ptr_eq(&slot.to.stats, stats));
+        let is_ended = |(at, slot): (&u32, &Slot)| leads(slot).then_some(*at);
         let ended: Vec<u32> = book.slots.iter().filter_map(is_ended).collect();
         ended.into_iter().for_each(|at| book.remove(at));
     }

@@ -136,7 +136,7 @@ impl Local {
         let kernel = copies.map(|copies| {
             let (host, tap) = ((options.device.clone(), opened.index as u32), copies.tap.clone());
             let (mac, leads_to) = (opened.mac, LeadsTo::Outside);
-            (KernelDevice { host, tap, mac, mtu: mtu.into(), leads_to, pair: None }, copies)
+            (KernelDevice { host, tap, mac, mtu: mtu.into(), up: true.into(), leads_to, pair: None }, copies)
         });
         Arc::new(Local {
             device: options.device.clone(),
@@ -370,7 +370,10 @@ impl OnDevice for Local {
         if let Ok(sight) = device::see(&self.socket, &self.device) {
             let mtu = self.mtu_max.min(sight.mtu);
             self.mtu.store(mtu, Relaxed);
-            self.kernel_device().into_iter().for_each(|device| device.mtu.store(mtu, Relaxed));
+            if let Some(device) = self.kernel_device() {
+                device.mtu.store(mtu, Relaxed);
+                device.up.store(sight.up, Relaxed);
+            }
         }
     }
 
