@@ -327,7 +327,10 @@ impl Flows {
     /// Ends the flows to the ports with counters `to`. Programs that run at this moment may still follow them.
     pub fn end(&self, to: &[&Arc<PortStats>]) {
         let mut book = self.book.lock();
-        let leads = |slot: &Slot| to.iter().any(|stats| Arc::ptr_eq(&slot.to.stats, stats));
+        // Sorted: many containers can be down while the map is full.
+        let mut to: Vec<_> = to.iter().map(|stats| Arc::as_ptr(stats)).collect();
+        to.sort_unstable();
+        let leads = |slot: &Slot| to.binary_search(&Arc::as_ptr(&slot.to.stats)).is_ok();
         let is_ended = |(at, slot): (&u32, &Slot)| leads(slot).then_some(*at);
         let ended: Vec<u32> = book.slots.iter().filter_map(is_ended).collect();
         ended.into_iter().for_each(|at| book.remove(at));
