@@ -194,10 +194,10 @@ impl Carrier {
     }
 
     /// Queues a packet; `flush` sends the rest.
-    pub(super) fn send(&mut self, packet: Departure) {
+    pub(super) fn send(&mut self, packet: &Departure) {
         match self {
             Carrier::Socket(socket) => socket.send(packet),
-            Carrier::Guest(port) => port.send(&packet),
+            Carrier::Guest(port) => port.send(packet),
         }
     }
 

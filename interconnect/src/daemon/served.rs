@@ -335,7 +335,7 @@ impl Served {
         while share.may_send(now) {
             let Some(packet) = self.engine.depart(now) else { break };
             let bytes = packet.header.as_bytes().len() + packet.payload.len();
-            self.carrier.send(packet);
+            self.carrier.send(&packet);
             share.spend(now, bytes);
             self.counts.packets_out += 1;
             self.counts.bytes_out += bytes as u64;
@@ -389,7 +389,7 @@ impl Served {
     pub(super) fn say_goodbye(&mut self, now: u64) {
         self.engine.say_goodbye();
         while let Some(packet) = self.engine.depart(now) {
-            self.carrier.send(packet);
+            self.carrier.send(&packet);
         }
         self.carrier.flush();
     }

@@ -14,6 +14,11 @@ use crate::seal::OVERHEAD;
 
 /// How long `wait` polls before it sleeps.
 const SPIN_NS: u64 = 50_000;
+/// After this time `wait` lets other processes of its processor run between polls: one of them, such as vnetd on a path that is not
+/// the kernel's, may have the message. Messages that no process carries have arrived by then.
+const YIELD_NS: u64 = 10_000;
+/// Polls between two looks at the clock, each of which takes a tenth of a poll.
+const POLLS_A_LOOK: u32 = 4;
 /// Upper bound on the sleep while several threads wait, because one thread may receive the packet that another thread
 /// waits for.
 const SHARED_SLEEP_NS: u64 = 20_000_000;
@@ -100,7 +105,7 @@ impl Endpoint {
     pub fn peek(&self, matching: &Match, claim: Option<u64>) -> Option<Seen> {
         let mut inner = self.shared.inner.lock();
         self.shared.polled.fetch_add(1, Ordering::Relaxed);
-        self.shared.progress(&mut inner);
+        self.shared.progress(&mut inner, Some(self.number));
         inner.signal(Some(self.number));
         inner.engine.peek(self.number, matching, claim)
     }
@@ -131,7 +136,7 @@ impl Endpoint {
         inner.lower(self.number);
         let mut completion = take(&mut inner.engine, self.number);
         if completion.is_none() {
-            self.shared.progress(&mut inner);
+            self.shared.progress(&mut inner, Some(self.number));
             completion = take(&mut inner.engine, self.number);
         }
         self.finish_taking(&mut inner);
@@ -159,21 +164,27 @@ impl Endpoint {
         let shared = &self.shared;
         let start = shared.now();
         let end = timeout.map(|timeout| start.saturating_add(timeout.as_nanos() as u64));
-        let mut spin_end = start + SPIN_NS;
+        let (mut yield_from, mut spin_end) = (start + YIELD_NS, start + SPIN_NS);
         loop {
-            if let Some(completion) = self.poll() {
-                return Some(completion);
+            for _ in 0..POLLS_A_LOOK {
+                if let Some(completion) = self.poll() {
+                    return Some(completion);
+                }
+                std::hint::spin_loop();
             }
             let now = shared.now();
             if end.is_some_and(|end| now >= end) {
                 return None;
             }
             if now < spin_end {
-                std::hint::spin_loop();
+                if now >= yield_from {
+                    std::thread::yield_now();
+                }
                 continue;
             }
             self.sleep(end);
-            spin_end = shared.now() + SPIN_NS / 10;
+            yield_from = shared.now();
+            spin_end = yield_from + SPIN_NS / 10;
         }
     }
 

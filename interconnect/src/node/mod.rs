@@ -28,7 +28,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use parking_lot::Mutex;
 
 use crate::meeting;
-use crate::proto::{Config, Counters, Engine, Peer, PostError};
+use crate::proto::{Config, Counters, Departure, Engine, Peer, PostError};
 use crate::random::random;
 use crate::seal::{OVERHEAD, SealCounters, Sealing, Way};
 pub use endpoint::Endpoint;
@@ -120,6 +120,8 @@ impl Default for Options {
 struct Inner {
     engine: Engine,
     socket: Socket,
+    /// The packet that is being sent.
+    packet: Departure,
     local: Local,
     seal: Sealing,
     /// Memory of the regions, which the node frees when it is dropped.
@@ -201,8 +203,9 @@ impl Shared {
         self.start.elapsed().as_nanos() as u64 + 1
     }
 
-    /// Receives packets, checks the timers and sends. Returns whether any packet arrived.
-    fn progress(&self, inner: &mut Inner) -> bool {
+    /// Receives packets, checks the timers and sends. Returns whether any packet arrived. `own`: the endpoint whose completions the
+    /// caller takes. It gets one as soon as there is one: another look at the socket would take a tenth of a message's time.
+    fn progress(&self, inner: &mut Inner, own: Option<u16>) -> bool {
         let now = self.now();
         let mut arrived = self.receive_local(inner, now);
         let receives = if inner.local.is_socket_turn(now) { RECEIVES_MAX } else { 0 };
@@ -215,11 +218,14 @@ impl Shared {
                     inner.engine.receive(now, from, packet, congestion);
                 }
             }
+            if own.is_some_and(|own| inner.engine.waiting(own) > 0) {
+                break;
+            }
         }
         inner.local.tend(&mut inner.engine, &mut inner.seal, now);
         inner.settle_sessions();
         inner.engine.tick(now);
-        self.send(inner);
+        self.send_at(inner, now);
         arrived
     }
 
@@ -243,16 +249,20 @@ impl Shared {
     }
 
     fn send(&self, inner: &mut Inner) {
-        let now = self.now();
+        self.send_at(inner, self.now());
+    }
+
+    fn send_at(&self, inner: &mut Inner, now: u64) {
         let mut sent = false;
-        while let Some(packet) = inner.engine.depart(now) {
+        let Inner { engine, socket, local, seal, packet, .. } = inner;
+        while engine.depart_into(now, packet) {
             sent = true;
-            if inner.local.send(&mut inner.engine, &packet) {
+            if local.send(engine, packet) {
                 continue;
             }
-            match inner.seal.depart(now, packet.to, packet.header.as_bytes(), packet.payload) {
-                Way::Clear => inner.socket.send(packet),
-                Way::Sealed(session) => inner.socket.send_sealed(&packet, session),
+            match seal.depart(now, packet.to, packet.header.as_bytes(), packet.payload) {
+                Way::Clear => socket.send(packet),
+                Way::Sealed(session) => socket.send_sealed(packet, session),
                 Way::Held => {}
             }
         }
@@ -310,7 +320,7 @@ impl Shared {
                 wait_readable(&[self.wake.descriptor()], Some(LOOK.as_nanos() as u64));
                 continue;
             };
-            self.progress(&mut inner);
+            self.progress(&mut inner, None);
             inner.engine.hurry();
             self.send(&mut inner);
             inner.signal(None);
@@ -351,7 +361,8 @@ impl Node {
         let local = Local::new(options.meeting.clone(), socket.as_fd(), &mut seal).map_err(refused)?;
         let epoch = SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |since| since.as_nanos() as u64);
         let engine = Engine::new(config, epoch, random().map_err(refused)?);
-        let inner = Inner { engine, socket, local, seal, kept: vec![], notices: vec![] };
+        let packet = Departure::empty();
+        let inner = Inner { engine, socket, packet, local, seal, kept: vec![], notices: vec![] };
         let shared = Arc::new(Shared {
             descriptor: inner.local.inbox(),
             inner: Mutex::new(inner),
@@ -406,7 +417,7 @@ impl Drop for Node {
         loop {
             let mut inner = self.shared.inner.lock();
             self.shared.polled.fetch_add(1, Ordering::Relaxed);
-            self.shared.progress(&mut inner);
+            self.shared.progress(&mut inner, None);
             inner.engine.hurry();
             self.shared.send(&mut inner);
             if inner.engine.is_idle() || Instant::now() >= end {

@@ -294,6 +294,9 @@ pub struct Encoded {
 }
 
 impl Encoded {
+    /// No header yet; see [`Header::encode_to`].
+    pub const EMPTY: Self = Self { bytes: [0; HEADER_MAX], len: 0 };
+
     /// The encoded bytes.
     pub fn as_bytes(&self) -> &[u8] {
         &self.bytes[..self.len]
@@ -351,7 +354,15 @@ impl Reader<'_> {
 impl Header {
     /// Encodes the header.
     pub fn encode(&self) -> Encoded {
-        let mut out = Encoded { bytes: [0; HEADER_MAX], len: 0 };
+        let mut out = Encoded::EMPTY;
+        self.encode_to(&mut out);
+        out
+    }
+
+    /// Encodes the header in the place of another one.
+    #[inline]
+    pub fn encode_to(&self, out: &mut Encoded) {
+        out.len = 0;
         out.u8(VERSION << 4 | kind(&self.body));
         out.u8(self.flags & !flags::MAP | if self.map.is_some() { flags::MAP } else { 0 });
         out.u16(self.failures);
@@ -361,11 +372,11 @@ impl Header {
         for word in self.map.iter().flatten() {
             out.u64(*word);
         }
-        encode_body(&mut out, &self.body);
-        out
+        encode_body(out, &self.body);
     }
 
     /// Decodes a packet into its header and its payload. Returns `None` if it is not a valid packet of this protocol version.
+    #[inline]
     pub fn decode(packet: &[u8]) -> Option<(Self, &[u8])> {
         let mut reader = Reader(packet);
         let first = reader.u8()?;
@@ -427,6 +438,7 @@ fn kind(body: &Body) -> u8 {
     }
 }
 
+#[inline]
 fn encode_body(out: &mut Encoded, body: &Body) {
     match *body {
         Body::Reset | Body::Ack | Body::Noop => {}
@@ -487,6 +499,7 @@ fn encode_body(out: &mut Encoded, body: &Body) {
     }
 }
 
+#[inline]
 fn decode_body(r: &mut Reader, kind: u8) -> Option<Body> {
     Some(match kind {
         0 | 1 => {

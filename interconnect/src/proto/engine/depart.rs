@@ -10,7 +10,7 @@ use super::super::channel::{Channel, FETCHING_MAX, Flow, Form, Numbers, Op, WRIT
 use super::super::memory::Span;
 use super::super::status::Status;
 use super::super::wire::{
-    Atomic, Body, Data, Encoded, Found, Header, Hello, MAP, Message, Offer, Write, flags,
+    Atomic, Body, DATA_HEADER, Data, Encoded, Found, Header, Hello, MAP, Message, Offer, Write, flags,
 };
 use super::Engine;
 
@@ -30,10 +30,25 @@ pub struct Departure {
 }
 
 impl Departure {
+    /// No packet yet; see [`Engine::depart_into`].
+    pub fn empty() -> Self {
+        let nowhere = SocketAddr::new(std::net::Ipv4Addr::UNSPECIFIED.into(), 0);
+        Self { to: nowhere, header: Encoded::EMPTY, payload: Span::EMPTY }
+    }
+
     /// Whether the packet opens a channel or invites the peer to shared memory, so that it takes the network.
     pub(crate) fn is_handshake(&self) -> bool {
         matches!(self.header.as_bytes()[0] & 15, 0 | 1 | 14)
     }
+}
+
+/// A piece of the bytes that the peer has requested.
+struct Piece {
+    serve: u32,
+    /// Offset within the request.
+    offset: u32,
+    data: Data,
+    payload: Span,
 }
 
 /// A fragment cut from an operation, or a packet without payload.
@@ -47,11 +62,18 @@ struct Cut {
 impl Engine {
     /// Returns the next packet to send, or `None` if nothing can be sent now.
     pub fn depart(&mut self, now: u64) -> Option<Departure> {
+        let mut out = Departure::empty();
+        self.depart_into(now, &mut out).then_some(out)
+    }
+
+    /// Like `depart`, but in the place of another packet, because moving a packet takes as long as making it. Returns whether there
+    /// is one.
+    pub fn depart_into(&mut self, now: u64, out: &mut Departure) -> bool {
         self.now = now;
         if let Some((to, session)) = self.resets.pop_front() {
             let header =
                 Header { flags: 0, failures: 0, session, number: 0, ack: 0, map: None, body: Body::Reset };
-            return Some(self.departure(to, &header, Span::EMPTY));
+            return self.departs(to, &header, Span::EMPTY, out);
         }
         self.ask();
         loop {
@@ -60,11 +82,11 @@ impl Engine {
                 self.ask();
             }
             let Some(number) = self.ready.front().copied() else { break };
-            if let Some(departure) = self.depart_from(now, number) {
+            if self.depart_from(now, number, out).is_some() {
                 if self.counters.packets_out.is_multiple_of(u64::from(TURN)) {
                     self.ready.rotate_left(1);
                 }
-                return Some(departure);
+                return true;
             }
             self.ready.pop_front();
             if let Some(channel) = self.channels.get_mut(number) {
@@ -76,7 +98,7 @@ impl Engine {
             }
         }
         for _ in 0..self.late.len() {
-            let number = self.late.pop_front()?;
+            let Some(number) = self.late.pop_front() else { break };
             let Some(channel) = self.channels.get_mut(number) else { continue };
             match channel.arrivals.due() {
                 None => {}
@@ -84,11 +106,11 @@ impl Engine {
                 Some(_) => {
                     let header = channel.header(0, 0, Body::Ack, true);
                     let to = channel.address;
-                    return Some(self.departure(to, &header, Span::EMPTY));
+                    return self.departs(to, &header, Span::EMPTY, out);
                 }
             }
         }
-        None
+        false
     }
 
     /// Makes delayed acknowledgements due now. The caller is about to sleep.
@@ -100,22 +122,26 @@ impl Engine {
         }
     }
 
-    fn departure(&mut self, to: SocketAddr, header: &Header, payload: Span) -> Departure {
+    #[inline]
+    fn departs(&mut self, to: SocketAddr, header: &Header, payload: Span, out: &mut Departure) -> bool {
         self.counters.packets_out += 1;
-        Departure { to, header: header.encode(), payload }
+        (out.to, out.payload) = (to, payload);
+        header.encode_to(&mut out.header);
+        true
     }
 
-    fn depart_from(&mut self, now: u64, number: u32) -> Option<Departure> {
+    /// Makes the channel's next packet. `None`: nothing can be sent now.
+    fn depart_from(&mut self, now: u64, number: u32, out: &mut Departure) -> Option<()> {
         let channel = self.channels.get_mut(number)?;
         let to = channel.address;
         if let Some(body) = Self::greeting(channel, now, self.epoch, &self.config) {
             let session = channel.peer.map_or(0, |peer| peer.session);
             let header = Header { flags: 0, failures: 0, session, number: 0, ack: 0, map: None, body };
-            return Some(self.departure(to, &header, Span::EMPTY));
+            return self.departs(to, &header, Span::EMPTY, out).then_some(());
         }
         channel.peer?;
         if let Some(header) = self.invitation(now, number) {
-            return Some(self.departure(to, &header, Span::EMPTY));
+            return self.departs(to, &header, Span::EMPTY, out).then_some(());
         }
         let channel = self.channels.get_mut(number)?;
         if let Some((psn, what)) = channel.window.resend(now) {
@@ -123,7 +149,11 @@ impl Engine {
             let cut = self.cut_again(number, what);
             let header =
                 self.channels.get_mut(number)?.header(cut.flags | flags::ACK_SOON, psn, cut.body, false);
-            return Some(self.departure(to, &header, cut.payload));
+            return self.departs(to, &header, cut.payload, out).then_some(());
+        }
+        if let Some(piece) = channel.next_piece_alone() {
+            let header = channel.piece_header(now, &piece);
+            return self.departs(to, &header, piece.payload, out).then_some(());
         }
         let cut = self.next_cut(now, number)?;
         let channel = self.channels.get_mut(number)?;
@@ -135,7 +165,7 @@ impl Engine {
         let has_map_room = bytes + MAP <= channel.datagram;
         let flags = cut.flags | if soon { flags::ACK_SOON } else { 0 };
         let header = channel.header(flags, psn, cut.body, has_map_room);
-        Some(self.departure(to, &header, cut.payload))
+        self.departs(to, &header, cut.payload, out).then_some(())
     }
 
     /// Returns the channel's handshake packet if it is due.
@@ -164,15 +194,14 @@ impl Engine {
             return Some(cut);
         }
         let channel = self.channels.get_mut(number)?;
-        let datagram = channel.datagram;
-        if !channel.window.has_room(datagram) {
+        if !channel.window.has_room(channel.datagram) {
             return None;
         }
         channel.is_data_turn = !channel.is_data_turn;
         let cut = if channel.is_data_turn {
-            self.next_data(number, datagram).or_else(|| self.next_of_flows(now, number))
+            self.next_data(number).or_else(|| self.next_of_flows(now, number))
         } else {
-            self.next_of_flows(now, number).or_else(|| self.next_data(number, datagram))
+            self.next_of_flows(now, number).or_else(|| self.next_data(number))
         };
         // A flow that starts a read may have queued its request.
         cut.or_else(|| self.next_control(number))
@@ -186,24 +215,9 @@ impl Engine {
     }
 
     /// Cuts the next fragment of the bytes that the peer requested.
-    fn next_data(&mut self, number: u32, datagram: usize) -> Option<Cut> {
-        let channel = self.channels.get_mut(number)?;
-        loop {
-            let id = *channel.serving.front()?;
-            let Some(serve) =
-                channel.serves.get_mut(id).filter(|serve| (serve.sent as usize) < serve.span.len())
-            else {
-                channel.serving.pop_front();
-                continue;
-            };
-            let body = Body::Data(Data { pull: 0, offset: 0 });
-            let room = datagram - Header::len(&body, channel.arrivals.has_gaps());
-            let offset = serve.sent;
-            let len = room.min(serve.span.len() - offset as usize) as u32;
-            serve.sent += len;
-            let what = What::Data { serve: id, offset, len };
-            return Some(self.cut_again(number, what));
-        }
+    fn next_data(&mut self, number: u32) -> Option<Cut> {
+        let piece = self.channels.get_mut(number)?.next_piece()?;
+        Some(Cut { what: piece.what(), body: Body::Data(piece.data), flags: 0, payload: piece.payload })
     }
 
     /// Cuts the next fragment, offer or request of the flows. The flows take turns; a turn is one whole operation, because the
@@ -413,8 +427,52 @@ impl Numbers {
     }
 }
 
+impl Piece {
+    fn what(&self) -> What {
+        What::Data { serve: self.serve, offset: self.offset, len: self.payload.len() as u32 }
+    }
+}
+
 impl Channel {
+    /// Cuts the next piece of the bytes that the peer requested.
+    fn next_piece(&mut self) -> Option<Piece> {
+        loop {
+            let serve = *self.serving.front()?;
+            let own = self.serves.get_mut(serve).filter(|own| (own.sent as usize) < own.span.len());
+            let Some(own) = own else {
+                self.serving.pop_front();
+                continue;
+            };
+            let header = DATA_HEADER + if self.arrivals.has_gaps() { MAP } else { 0 };
+            let offset = own.sent;
+            let len = (self.datagram - header).min(own.span.len() - offset as usize);
+            let payload = own.span.part(offset.into(), len as u64)?;
+            own.sent += len as u32;
+            let data = Data { pull: own.pull, offset: own.offset + u64::from(offset) };
+            return Some(Piece { serve, offset, data, payload });
+        }
+    }
+
+    /// Cuts the next such piece if nothing else waits to be sent: most packets of a large transfer.
+    fn next_piece_alone(&mut self) -> Option<Piece> {
+        let is_alone = self.control.is_empty() && self.flows.iter().all(|flow| flow.queue.is_empty());
+        let may_send = is_alone && self.window.has_room(self.datagram);
+        may_send.then(|| self.next_piece()).flatten()
+    }
+
+    /// Numbers a packet with this piece, and builds its header.
+    #[inline]
+    fn piece_header(&mut self, now: u64, piece: &Piece) -> Header {
+        let bytes = DATA_HEADER + piece.payload.len();
+        let soon = self.window.is_half_full() || self.is_last_of_all();
+        let psn = self.window.send(now, piece.what(), bytes, soon);
+        self.last_sent_at = now;
+        let has_map_room = bytes + MAP <= self.datagram;
+        self.header(if soon { flags::ACK_SOON } else { 0 }, psn, Body::Data(piece.data), has_map_room)
+    }
+
     /// Builds a header that includes the current acknowledgement.
+    #[inline]
     fn header(&mut self, flags: u8, number: u64, body: Body, has_map_room: bool) -> Header {
         let (ack, map) = self.arrivals.acknowledge(has_map_room);
         let congestion = if std::mem::take(&mut self.arrivals.congestion) { flags::CONGESTION } else { 0 };
