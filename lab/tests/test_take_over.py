@@ -371,6 +371,22 @@ def test_other_users_are_refused(hosts: list[Host]):
     take_over(host)
 
 
+def test_it_goes_on_in_the_background(hosts: list[Host]):
+    """With --detach the command ends once frames flow through the new vnetd, from which the next one can take over."""
+    host = hosts[0]
+    old = host.daemon
+    assert "has not taken over" in refused(host, "--detach", config="absent.toml")
+    command = try_take_over(host, "--detach")
+    assert command.wait(20) == 0
+    assert old.wait(10) == 0
+    assert (host.directory / "log").read_text().count(" ready: ") >= 2
+    assert reaches(VETHS[0], VETHS[1])
+    # The test's own child again; what it takes over from has ended with the status of the command.
+    host.daemon = command
+    take_over(host)
+    assert reaches(VETHS[0], VETHS[1])
+
+
 def test_nothing_is_left_after_the_end(hosts: list[Host]):
     """The last vnetd of a row of take-overs removes what the first one has made."""
     host = hosts[0]

@@ -23,6 +23,7 @@ pub mod capture;
 mod copy;
 pub mod dispatch;
 pub mod frame;
+pub mod helper;
 pub mod inherit;
 pub mod interface;
 pub mod kernel;

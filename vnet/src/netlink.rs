@@ -2,7 +2,7 @@
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, FromRawFd, IntoRawFd};
 
 use netlink_packet_core::{NLM_F_ACK, NLM_F_REQUEST, NetlinkMessage, NetlinkPayload};
 use netlink_packet_route::link::{LinkAttribute, LinkMessage};
@@ -12,15 +12,23 @@ use netlink_packet_route::route::{
 };
 use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
 use netlink_sys::Socket;
-use netlink_sys::protocols::{NETLINK_ROUTE, NETLINK_XFRM};
+use netlink_sys::protocols::NETLINK_XFRM;
 
-/// An rtnetlink socket in the network namespace of the thread that created it.
+use crate::helper::{self, Kind};
+
+/// An rtnetlink socket in the network namespace of the place where it was created ([`crate::helper`]).
 pub(crate) struct Netlink(Socket);
 
+fn open() -> io::Result<Socket> {
+    let socket = helper::socket(Kind::ROUTES)?;
+    // SAFETY: the descriptor is an rtnetlink socket, and its owner gives it up.
+    Ok(unsafe { Socket::from_raw_fd(socket.into_raw_fd()) })
+}
+
 impl Netlink {
-    /// Opens the socket in the calling thread's network namespace.
+    /// Opens the socket at this thread's place.
     pub(crate) fn new() -> io::Result<Netlink> {
-        let mut socket = Socket::new(NETLINK_ROUTE)?;
+        let mut socket = open()?;
         socket.bind_auto()?;
         socket.connect(&netlink_sys::SocketAddr::new(0, 0))?;
         Ok(Netlink(socket))
@@ -238,7 +246,7 @@ pub(crate) struct Notifications(Socket);
 impl Notifications {
     /// Subscribes to `groups` (`RTMGRP_…`).
     pub(crate) fn subscribe(groups: u32) -> io::Result<Notifications> {
-        let mut socket = Socket::new(NETLINK_ROUTE)?;
+        let mut socket = open()?;
         socket.set_non_blocking(true)?;
         socket.bind(&netlink_sys::SocketAddr::new(0, groups))?;
         Ok(Notifications(socket))

@@ -1,8 +1,9 @@
 //! Confinement: before vnetd starts a thread or reads a foreign byte, it gives up what it never needs.
 //!
 //! *No new privileges* (prctl(2)) and *system calls by an allow list* (seccomp(2)), inherited by all threads. vnetd starts no
-//! program, traces no process, loads no kernel module, changes no user and sets no clock. Code that an attacker smuggles in cannot,
-//! either, even where vnetd runs as root without a service manager. A call that is not in the list fails with EPERM.
+//! program but its helper, which runs by then, traces no process, enters no namespace, mounts nothing, loads no kernel module, changes no
+//! user and sets no clock. Code that an attacker smuggles in cannot, either, even where vnetd runs as root without a service manager.
+//! A call that is not in the list fails with EPERM. The helper's list also has what it does for vnetd.
 //!
 //! The kernel decides most calls by a bitmap (Linux 5.11); only those whose arguments are checked run the filter.
 //!
@@ -77,8 +78,8 @@ const ALLOWED: &[c_long] = &[
     libc::SYS_getsockname, libc::SYS_getsockopt, libc::SYS_listen, libc::SYS_recvfrom, libc::SYS_recvmmsg,
     libc::SYS_recvmsg, libc::SYS_sendmmsg, libc::SYS_sendmsg, libc::SYS_sendto, libc::SYS_setsockopt,
     libc::SYS_shutdown, libc::SYS_socketpair,
-    // Programs of the kernel's own path, and the file system of their pins.
-    libc::SYS_bpf, libc::SYS_umount2,
+    // Programs of the kernel's own path.
+    libc::SYS_bpf,
     // Answered by ENOSYS, see `allow_only`.
     libc::SYS_clone3,
 ];
@@ -96,11 +97,20 @@ const ALLOWED_HERE: &[c_long] = &[
 #[cfg(not(target_arch = "x86_64"))]
 const ALLOWED_HERE: &[c_long] = &[];
 
+/// A process with a list of its own.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Who {
+    /// vnetd itself.
+    Vnetd,
+    /// Its privileged helper.
+    Helper,
+}
+
 /// Confines this process. Threads that exist already are not confined.
-pub fn begin() {
+pub fn begin(who: Who) {
     // A build for tests ends at a call that is missing in the list (SIGSYS): code may tolerate an error.
     let refusal = SeccompAction::Errno(libc::EPERM as u32);
-    if let Err(error) = allow_only(if cfg!(debug_assertions) { SeccompAction::Trap } else { refusal }) {
+    if let Err(error) = allow_only(who, if cfg!(debug_assertions) { SeccompAction::Trap } else { refusal }) {
         tracing::warn!("vnetd is not confined to the system calls that it needs: {error}");
     }
     vnet::threads::confine_by(open_no_files);
@@ -110,12 +120,12 @@ pub fn begin() {
 ///
 /// # Errors
 /// The kernel has no seccomp filters.
-fn allow_only(otherwise: SeccompAction) -> Result<(), seccompiler::Error> {
+fn allow_only(who: Who, otherwise: SeccompAction) -> Result<(), seccompiler::Error> {
     // The flags of clone3 are in memory, out of a filter's reach. The C library then uses clone.
     let clone3 = BTreeMap::from([(libc::SYS_clone3, vec![])]);
     apply_filter(&program(clone3, SeccompAction::Allow, SeccompAction::Errno(libc::ENOSYS as u32))?)?;
     // Last, because it allows no further filter.
-    apply_filter(&allow_list(otherwise)?)
+    apply_filter(&allow_list(who, otherwise)?)
 }
 
 /// Has the calling thread, and those that it starts, open no file from now on. Kernels without Landlock ignore this.
@@ -133,7 +143,7 @@ fn open_none() -> Result<RulesetStatus, RulesetError> {
 }
 
 /// The allow list, with `otherwise` for all other calls.
-fn allow_list(otherwise: SeccompAction) -> Result<BpfProgram, BackendError> {
+fn allow_list(who: Who, otherwise: SeccompAction) -> Result<BpfProgram, BackendError> {
     let any = ALLOWED.iter().chain(ALLOWED_HERE).map(|call| (*call, vec![]));
     let mut rules: BTreeMap<_, _> = any.collect();
     let equal = |argument, value| bits(argument, u64::from(u32::MAX), value);
@@ -144,11 +154,14 @@ fn allow_list(otherwise: SeccompAction) -> Result<BpfProgram, BackendError> {
     // A new vnetd that has failed to take over is killed.
     rules.insert(libc::SYS_pidfd_send_signal, vec![equal(1, libc::SIGKILL as u64)?]);
     rules.insert(libc::SYS_clone, vec![bits(0, NEW_NAMESPACES, 0)?]);
-    // Network namespaces of containers, and one for each of the kernel's VXLAN devices.
-    rules.insert(libc::SYS_unshare, vec![equal(0, libc::CLONE_NEWNET as u64)?]);
-    rules.insert(libc::SYS_setns, vec![equal(1, libc::CLONE_NEWNET as u64)?]);
-    // Only new mounts: no bind mount, move or change of propagation.
-    rules.insert(libc::SYS_mount, vec![equal(3, 0)?]);
+    if who == Who::Helper {
+        // Network namespaces of containers, and one for each of the kernel's VXLAN devices.
+        rules.insert(libc::SYS_unshare, vec![equal(0, libc::CLONE_NEWNET as u64)?]);
+        rules.insert(libc::SYS_setns, vec![equal(1, libc::CLONE_NEWNET as u64)?]);
+        // Only new mounts: no bind mount, move or change of propagation.
+        rules.insert(libc::SYS_mount, vec![equal(3, 0)?]);
+        rules.insert(libc::SYS_umount2, vec![]);
+    }
     // Memory is writable or executable. The C library maps modules of its name service.
     let (write, execute) = (libc::PROT_WRITE as u64, libc::PROT_EXEC as u64);
     rules.insert(libc::SYS_mmap, vec![bits(2, write, 0)?, bits(2, execute, 0)?]);
@@ -184,7 +197,7 @@ mod tests {
     #[test]
     fn what_vnetd_never_does_is_refused() {
         std::thread::spawn(|| {
-            allow_only(SeccompAction::Errno(libc::EPERM as u32)).unwrap();
+            allow_only(Who::Vnetd, SeccompAction::Errno(libc::EPERM as u32)).unwrap();
             let path = c"/bin/true".as_ptr();
             let none = std::ptr::null::<libc::c_char>();
             // SAFETY: all pointers are to strings that live across the calls, or null; no call changes this process's memory.
@@ -198,6 +211,9 @@ mod tests {
                     ("keyctl", libc::syscall(libc::SYS_keyctl, 0, 0)),
                     ("io_uring_setup", libc::syscall(libc::SYS_io_uring_setup, 1, none)),
                     ("user namespace", libc::syscall(libc::SYS_unshare, libc::CLONE_NEWUSER)),
+                    ("network namespace", libc::syscall(libc::SYS_unshare, libc::CLONE_NEWNET)),
+                    ("setns", libc::syscall(libc::SYS_setns, 0, libc::CLONE_NEWNET)),
+                    ("umount", libc::syscall(libc::SYS_umount2, path, 0)),
                     ("AF_VSOCK", libc::syscall(libc::SYS_socket, libc::AF_VSOCK, libc::SOCK_STREAM, 0)),
                     ("bind mount", libc::syscall(libc::SYS_mount, path, path, none, libc::MS_BIND, none)),
                 ]
@@ -246,6 +262,8 @@ mod tests {
         calls.sort();
         calls.dedup();
         assert_eq!(calls.len(), all);
-        assert!(allow_list(SeccompAction::KillProcess).is_ok());
+        assert!(
+            [Who::Vnetd, Who::Helper].iter().all(|who| allow_list(*who, SeccompAction::KillProcess).is_ok())
+        );
     }
 }

@@ -20,6 +20,7 @@ mod rdma_engine;
 #[cfg(test)]
 mod reference;
 mod remote;
+mod rights;
 mod script;
 mod sealing;
 mod serve;
@@ -56,7 +57,7 @@ use crate::rdma_engine::RdmaEngine;
 use crate::remote::Remote;
 use crate::shared::Shared;
 use crate::take_over::take::Taker;
-use crate::take_over::{CONTROL, give};
+use crate::take_over::{CONTROL, background, give};
 
 /// Mode of the control socket: only root and vnetd's own user may connect.
 const CONTROL_SOCKET_MODE: u32 = 0o600;
@@ -77,6 +78,14 @@ struct Args {
     /// If anything is wrong, it goes on. Upgrades vnetd without a lost frame
     #[arg(long, conflicts_with = "check")]
     take_over: bool,
+
+    /// Return once frames flow through the new vnetd, which goes on in the background
+    #[arg(long, requires = "take_over")]
+    detach: bool,
+
+    /// Be the privileged helper of the vnetd that starts this process
+    #[arg(long, hide = true, conflicts_with_all = ["check", "take_over"])]
+    helper: bool,
 
     /// Print the manual page, for packages
     #[arg(long, hide = true)]
@@ -105,7 +114,8 @@ Signals:
 
 Upgrade:
   --take-over connects to the running vnetd at its control socket with '.take-over' appended. That one
-  hands over everything and ends; if a step fails, it goes on, and both say why
+  hands over everything and ends; if a step fails, it goes on, and both say why. Under systemd
+  'systemctl reload vnetd' does this once another build of vnetd has been installed
 
 Files:
   /etc/vnet/vnet.toml   the configuration, TOML; an example is packaging/vnet.toml
@@ -127,7 +137,7 @@ Examples:
   vnetd --check --config vnet.toml      check a file without applying it
   vnetd --config vnet.toml --log debug  run in the foreground with debug messages
   vnetd --take-over --config vnet.toml  take the place of the running vnetd, without a lost frame
-  systemctl reload vnetd                send SIGHUP";
+  systemctl reload vnetd                take over if another vnetd is installed, otherwise send SIGHUP";
 
 /// Makes a panic in any thread abort the process. systemd restarts a dead daemon and guests hardly notice; a daemon in which one
 /// thread has died would stall them.
@@ -153,6 +163,8 @@ fn main() -> ExitCode {
     let result = match &args {
         Args { man: true, .. } => man(),
         Args { check: true, config, .. } => check(config),
+        Args { helper: true, .. } => rights::help().map_err(Into::into),
+        Args { detach: true, .. } => background::start().map_err(Into::into),
         Args { config, take_over, .. } => run(config, *take_over),
     };
     match result {
@@ -289,7 +301,7 @@ fn connect(configuration: &Configuration) -> Result<Taker, Failure> {
 }
 
 fn run(file: &Path, take_over: bool) -> Result<(), Failure> {
-    confine::begin();
+    rights::part()?;
     allow_files();
     let configuration = config::load(file)?;
     configuration.warnings.iter().for_each(|warning| tracing::warn!("{warning}"));

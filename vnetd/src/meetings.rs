@@ -9,6 +9,7 @@ use std::os::fd::OwnedFd;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use vnet::helper::{self, Kind};
 use vnet::interface::tap::Netns;
 use vnet_control::desired::{Attachment, Desired};
 use vnet_rdma::meeting::{self, Host, Place, Stopper};
@@ -107,7 +108,8 @@ fn places(containers: Vec<(Netns, Option<u32>)>) -> (Vec<Place>, Vec<Netns>) {
 }
 
 fn listen(netns: &Netns, place: &Place, taken: &mut HashSet<(u64, u64)>) -> Option<OwnedFd> {
-    match netns.run(|| meeting::listen(meeting::SOCKET)) {
+    let open = || helper::socket(Kind::LOCAL).and_then(|socket| meeting::listen_on(socket, meeting::SOCKET));
+    match netns.run(open) {
         // The name may stand for another namespace by now.
         Ok((id, Ok(listener))) if id == place.id => {
             taken.remove(&id);

@@ -2,10 +2,10 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::net::UdpSocket;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
+use vnet::helper;
 use vnet::interface::tap::Netns;
 use vnet_control::desired::{Attachment, Desired, InterfaceSpec};
 use vnet_rdma::daemon::{ContainerCounters, ContainerId, Service, ShareSettings};
@@ -85,7 +85,7 @@ impl RdmaEngine {
         if (1..PORT_MIN).contains(&request.bind.port()) {
             return Err(Decline::Port);
         }
-        let socket = match netns.run(|| UdpSocket::bind(request.bind)) {
+        let socket = match netns.run(|| helper::udp(request.bind)) {
             // The name may stand for another namespace by now.
             Ok((id, Ok(socket))) if id == place.id => socket,
             Ok((_, Err(error))) => return Err(Decline::Address(error.raw_os_error().unwrap_or(0))),

@@ -42,8 +42,15 @@ const BACKLOG: i32 = 64;
 /// # Errors
 /// The name is taken.
 pub fn listen(name: &str) -> io::Result<OwnedFd> {
-    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
+    listen_on(socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?, name)
+}
+
+/// The same with a Unix socket (`SOCK_SEQPACKET`), in whose network namespace the name is.
+///
+/// # Errors
+/// The name is taken.
+pub fn listen_on(socket: OwnedFd, name: &str) -> io::Result<OwnedFd> {
+    rustix::io::ioctl_fionbio(&socket, true)?;
     bind(&socket, &SocketAddrUnix::new_abstract_name(name.as_bytes())?)?;
     rustix::net::listen(&socket, BACKLOG)?;
     Ok(socket)

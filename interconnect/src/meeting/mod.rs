@@ -35,7 +35,7 @@ pub(crate) use attach::{ADDRESS, decode_address, encode_address};
 pub use attach::{Decline, Ends, Request};
 pub(crate) use guest::{Guest, Heard};
 pub(crate) use host::RINGS_OF_PROCESS_MAX;
-pub use host::{Attach, Host, Place, Sealer, Stopper, listen};
+pub use host::{Attach, Host, Place, Sealer, Stopper, listen, listen_on};
 pub use sealing::{KEY, KeyRequest, Keys, Nonce, Question, Reach, Role};
 
 use std::net::SocketAddr;

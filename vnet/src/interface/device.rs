@@ -150,15 +150,6 @@ fn named(device: &str) -> libc::ifreq {
     request
 }
 
-/// Disables IPv6 on a device that is down, in the namespace of the calling thread.
-pub(super) fn silence(device: &str) -> io::Result<()> {
-    match std::fs::write(format!("/proc/sys/net/ipv6/conf/{device}/disable_ipv6"), "1") {
-        // The kernel has no IPv6.
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        result => result,
-    }
-}
-
 /// Lets the host's network stack forward packets from a device of the calling thread's namespace. The kernel tells programs the next
 /// hop of such packets only (`bpf_fib_lookup`).
 pub(super) fn forward(device: &str) -> io::Result<()> {

@@ -3,11 +3,12 @@
 //! Its routes and neighbours are the container's own: whoever administers its namespace may change them, and misleads only the container.
 
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
 use netlink_packet_route::link::LinkAttribute;
 
 use super::netns::{NamespaceId, Netns, NetnsError};
+use crate::helper;
 use crate::netlink::{NextHop, link, neighbour, next_hop};
 use crate::wire::ethernet::Mac;
 
@@ -62,7 +63,7 @@ fn hop(own: IpAddr, peer: SocketAddr) -> io::Result<Hop> {
         _ => peer,
     };
     // The kernel refuses addresses that the namespace does not have.
-    let socket = UdpSocket::bind((own, 0))?;
+    let socket = helper::udp(SocketAddr::new(own, 0))?;
     socket.connect(peer)?;
     let source = socket.local_addr()?.ip();
     let scope = match peer {

@@ -1,17 +1,18 @@
 //! Network namespaces of devices.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::{fstatfs, statfs};
+use rustix::fs::statfs;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
-use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
+
+use crate::helper;
 
 /// File system of namespaces (linux/magic.h).
 const NSFS_MAGIC: u64 = 0x6e73_6673;
@@ -136,7 +137,8 @@ impl NetnsError {
 }
 
 impl Netns {
-    /// Runs `open` in this namespace, on a short-lived thread that enters it. Returns the namespace's identity with the result.
+    /// Runs `open` with this namespace as the place of what it opens ([`crate::helper`]). Returns the namespace's identity with the
+    /// result.
     ///
     /// # Errors
     /// The namespace does not exist, or may not be entered.
@@ -144,21 +146,14 @@ impl Netns {
         let fail = |error| NetnsError { netns: self.clone(), error };
         let file = self.open()?;
         let id = file.metadata().map(|meta| identity_of(&meta)).map_err(fail)?;
-        let inside = || -> io::Result<T> {
-            move_into_link_name_space(file.as_fd(), Some(LinkNameSpaceType::Network))?;
-            Ok(open())
-        };
-        let done = std::thread::scope(|scope| {
-            scope.spawn(inside).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-        });
-        Ok((id, done.map_err(fail)?))
+        Ok((id, helper::within(file, open).map_err(fail)?))
     }
 
     /// True if this is known to be the namespace of the calling thread.
     pub fn is_own(&self) -> bool {
         let file = |path: &Path| rustix::fs::stat(path).map(|stat| (stat.st_dev, stat.st_ino));
-        let own = file(Path::new("/proc/thread-self/ns/net"));
-        own.is_ok() && own == file(&self.file())
+        let own = file(Path::new("/proc/thread-self/ns/net")).ok();
+        own.is_some() && own == self.identity()
     }
 
     /// Opens the namespace.
@@ -167,11 +162,7 @@ impl Netns {
     /// The namespace does not exist, may not be opened, or is another file.
     pub(super) fn open(&self) -> Result<File, NetnsError> {
         let fail = |error| NetnsError { netns: self.clone(), error };
-        // O_NONBLOCK: the configuration may name any file, and opening a FIFO would block.
-        let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(self.file());
-        let file = file.map_err(fail)?;
-        let is_namespace = fstatfs(&file).is_ok_and(|stat| stat.f_type as u64 & 0xffff_ffff == NSFS_MAGIC);
-        if is_namespace { Ok(file) } else { Err(fail(io::Error::from_raw_os_error(libc::EINVAL))) }
+        helper::namespace(&self.file()).map_err(fail)
     }
 
     /// True if the namespace's file is there, and is no namespace yet.
@@ -206,7 +197,13 @@ impl Netns {
 
     /// Identity of the namespace that the name refers to now.
     pub fn identity(&self) -> Option<NamespaceId> {
-        std::fs::metadata(self.file()).ok().map(|meta| identity_of(&meta))
+        let file = self.file();
+        let meta = std::fs::metadata(&file).or_else(|error| match error.kind() {
+            // That of a process that has other rights than this one.
+            io::ErrorKind::PermissionDenied => helper::namespace(&file)?.metadata(),
+            _ => Err(error),
+        });
+        meta.ok().map(|meta| identity_of(&meta))
     }
 
     /// The reason to report for an interface while its namespace does not exist.

@@ -1,9 +1,8 @@
 //! Queues of TAP devices: opens them and configures the device, or takes those of a running vnetd.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::OpenOptionsExt;
 
 use netlink_packet_route::RouteNetlinkMessage;
 use netlink_packet_route::link::{LinkAttribute, LinkFlags, LinkMessage};
@@ -11,6 +10,7 @@ use netlink_packet_route::link::{LinkAttribute, LinkFlags, LinkMessage};
 use super::device::{self, Sight};
 use super::netns::{Netns, NetnsError};
 use super::queue_len::queue_len;
+use crate::helper;
 use crate::netlink::Netlink;
 use crate::wire::ethernet::{HEADER_LEN, Mac};
 use crate::wire::offload::{Accepts, VIRTIO_NET_HDR_LEN};
@@ -84,7 +84,7 @@ struct IfReq {
     rest: [u8; 22],
 }
 
-/// Opens all queues and configures the device in the network namespace of the calling thread.
+/// Opens all queues and configures the device at this thread's place.
 pub(super) fn open_queues(options: &TapOptions) -> Result<(Vec<File>, Accepts, Sight), TapError> {
     let fail = |step, error: io::Error, hint| TapError::Step {
         step,
@@ -100,12 +100,7 @@ pub(super) fn open_queues(options: &TapOptions) -> Result<(Vec<File>, Accepts, S
     let mut files = Vec::with_capacity(options.queues);
     let mut accepts = Accepts::ALL;
     for _ in 0..options.queues {
-        let file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .custom_flags(libc::O_NONBLOCK | libc::O_CLOEXEC)
-            .open("/dev/net/tun")
-            .map_err(TapError::Device)?;
+        let file = helper::tun().map_err(TapError::Device)?;
         attach_queue(&file, &options.device, options.queues > 1).map_err(|error| {
             let hint = match error.raw_os_error() {
                 Some(libc::EBUSY) => {
@@ -127,7 +122,7 @@ pub(super) fn open_queues(options: &TapOptions) -> Result<(Vec<File>, Accepts, S
         files.push(file);
     }
     if options.silent {
-        device::silence(&options.device).map_err(|error| fail("disable IPv6 on", error, ""))?;
+        helper::silence(&options.device).map_err(|error| fail("disable IPv6 on", error, ""))?;
     }
     let sight = configure(options, existed).map_err(|error| fail("configure", error, ""))?;
     Ok((files, accepts, sight))
@@ -204,15 +199,13 @@ fn set_offloads(file: &File) -> io::Result<Accepts> {
     Ok(Accepts { uso: false, ..Accepts::ALL })
 }
 
+/// Index of a device at this thread's place.
 pub(super) fn device_index(device: &str) -> Option<u32> {
-    let name = std::ffi::CString::new(device).ok()?;
-    // SAFETY: `name` is a zero-terminated string that lives across the call.
-    let index = unsafe { libc::if_nametoindex(name.as_ptr()) };
-    (index != 0).then_some(index)
+    helper::device_index(device).ok()
 }
 
 /// Sets MAC address and MTU. For a device created here, also sets its queue length and GSO limit and sets it up. Runs in the
-/// namespace of the calling thread. Returns the resulting properties of the device.
+/// namespace of this thread's place. Returns the resulting properties of the device.
 fn configure(options: &TapOptions, existed: bool) -> io::Result<Sight> {
     let mut link = LinkMessage::default();
     link.header.index = device_index(&options.device).ok_or_else(io::Error::last_os_error)?;

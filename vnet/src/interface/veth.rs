@@ -29,6 +29,7 @@ use super::pair::{self, VethOptions};
 use super::tap::{self, TAP_MTU_MAX, Tap, TapError, TapOptions};
 use super::{Handed, Interface, KernelDevice, LeadsTo, State, headroom};
 use crate::frame::{DropSink, Origin, Selection};
+use crate::helper;
 use crate::inherit::Inheritance;
 use crate::netlink::{self, Netlink};
 use crate::source::Source;
@@ -115,7 +116,7 @@ impl Veth {
         }
         // Removes the pair when a later step fails, unless it has the container's addresses already.
         let unfinished = made.then(|| Unfinished(host.clone()));
-        if let Err(error) = device::silence(&host).and_then(|()| device::isolate(&host)) {
+        if let Err(error) = helper::silence(&host).and_then(|()| device::isolate(&host)) {
             // A TAP of the same name replaces the pair.
             let _ = remove(&host);
             std::mem::forget(unfinished);

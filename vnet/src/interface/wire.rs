@@ -19,6 +19,7 @@ use netlink_packet_route::link::{InfoData, InfoKind, InfoVxlan, LinkAttribute, L
 use super::device;
 use super::link_request::{raise, remove};
 use super::tap::{self, TAP_MTU_MAX, TapError, TapOptions};
+use crate::helper;
 use crate::inherit::{Inheritance, WIRE};
 use crate::netlink::{self, Netlink};
 use crate::wire::ethernet::HEADER_LEN;
@@ -82,7 +83,7 @@ impl Wire {
             })?;
         let (device, tap) = ((DEVICE.into(), index), (TAP.into(), sight.index as u32));
         let wire = Wire { file, device, tap, inheritance: None };
-        device::silence(DEVICE).map_err(|error| fail("disable IPv6 on", error))?;
+        helper::silence(DEVICE).map_err(|error| fail("disable IPv6 on", error))?;
         device::isolate(DEVICE).map_err(|error| fail("isolate", error))?;
         // Only vnetd's trials enter by the TAP, and a program takes them.
         device::forward(TAP).map_err(|error| fail("allow look-ups of routes for the TAP of", error))?;

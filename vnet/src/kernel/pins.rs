@@ -21,6 +21,7 @@ use std::time::Duration;
 use rustix::fs::{FlockOperation, flock, statfs};
 use rustix::net::{AddressFamily, SocketType, socket};
 
+use crate::helper;
 use crate::listen::until;
 
 /// linux/magic.h
@@ -196,7 +197,8 @@ impl Pins {
                 entries.all(|entry| PRELOADED.iter().any(|name| entry.ends_with(name)))
             })
         {
-            unmount(&bpffs);
+            // Empty, it is harmless.
+            let _ = helper::unmount(&bpffs);
         }
     }
 }
@@ -231,19 +233,8 @@ fn mount(folder: &Path) -> io::Result<bool> {
     if !locked {
         return Err(fail(io::Error::other("another process has locked it")));
     }
-    let path = std::ffi::CString::new(folder.as_os_str().as_encoded_bytes())?;
-    // SAFETY: all pointers are to zero-terminated strings that live across the call.
-    let done = unsafe {
-        libc::mount(c"bpf".as_ptr(), path.as_ptr(), c"bpf".as_ptr(), 0, c"mode=0700".as_ptr().cast())
-    };
-    if done < 0 { Err(fail(io::Error::last_os_error())) } else { Ok(true) }
-}
-
-/// Unmounts an empty file system. A child of this process may have inherited a file of it until it executes its program.
-fn unmount(folder: &Path) {
-    let Ok(path) = std::ffi::CString::new(folder.as_os_str().as_encoded_bytes()) else { return };
-    // SAFETY: the path is a zero-terminated string that lives across the call.
-    unsafe { libc::umount2(path.as_ptr(), libc::MNT_DETACH) };
+    helper::mount(folder).map_err(fail)?;
+    Ok(true)
 }
 
 /// Cookie of the calling thread's network namespace.

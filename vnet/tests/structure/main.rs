@@ -31,14 +31,15 @@ const FRAME_WAY: [&str; 5] = ["source.rs", "interface", "dispatch", "link", "ker
 const LONG_FUNCTIONS: [(&str, &str, &str); 0] = [];
 
 /// The rooms of the data plane that each room may name. `wire` may name no room, `dispatch` all of them.
-const ROOMS: [(&str, &[&str]); 19] = [
+const ROOMS: [(&str, &[&str]); 20] = [
     ("wire", &[]),
     ("poll", &[]),
     ("stats", &[]),
     ("scratch", &[]),
     ("copy", &[]),
     ("unix", &["inherit"]),
-    ("netlink", &[]),
+    ("helper", &[]),
+    ("netlink", &["helper"]),
     ("log_limit", &[]),
     ("listen", &[]),
     ("threads", &[]),
@@ -47,7 +48,19 @@ const ROOMS: [(&str, &[&str]); 19] = [
     ("source", &["frame", "poll", "wire"]),
     (
         "interface",
-        &["source", "frame", "wire", "poll", "stats", "unix", "netlink", "copy", "log_limit", "inherit"],
+        &[
+            "source",
+            "frame",
+            "wire",
+            "poll",
+            "stats",
+            "unix",
+            "helper",
+            "netlink",
+            "copy",
+            "log_limit",
+            "inherit",
+        ],
     ),
     ("route", &["frame", "wire", "stats", "log_limit"]),
     (
@@ -58,6 +71,7 @@ const ROOMS: [(&str, &[&str]); 19] = [
             "wire",
             "poll",
             "stats",
+            "helper",
             "netlink",
             "scratch",
             "log_limit",
@@ -67,7 +81,7 @@ const ROOMS: [(&str, &[&str]); 19] = [
         ],
     ),
     ("capture", &["frame", "wire", "stats"]),
-    ("kernel", &["frame", "wire", "stats", "listen"]),
+    ("kernel", &["frame", "wire", "stats", "listen", "helper"]),
     (
         "dispatch",
         &[

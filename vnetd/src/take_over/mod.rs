@@ -6,6 +6,7 @@
 //! While the new vnetd prepares, frames flow and requests wait. Both sides bound each step. If the new vnetd fails once frames wait,
 //! the running one makes sure that it is dead, and goes on.
 
+pub mod background;
 mod channel;
 pub mod give;
 pub mod take;

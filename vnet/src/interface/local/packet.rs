@@ -1,12 +1,13 @@
 //! The packet socket of a local network (packet(7)): opens the socket, changes its memberships, and receives frames in bursts.
 
-use std::ffi::CString;
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, OwnedFd};
 
 use crate::frame::FRAME_MAX;
+use crate::helper::{self, Kind};
 use crate::interface::device;
 use crate::interface::netns::NetnsError;
+use crate::interface::tun;
 use crate::wire::ethernet::{ETHERTYPE_VLAN, Mac, VLAN_TAG_LEN};
 use crate::wire::offload::{Offload, VIRTIO_NET_HDR_LEN};
 
@@ -86,25 +87,11 @@ pub(super) struct PacketSocket {
     pub(super) mtu: usize,
 }
 
-/// Takes ownership of a file descriptor that the kernel just created.
-fn own(fd: libc::c_int) -> io::Result<OwnedFd> {
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: the kernel just created this descriptor; nothing else owns it.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
-}
-
-/// Opens the device in the network namespace of the calling thread. The socket receives its frames if it `listens`.
+/// Opens the device at this thread's place. The socket receives its frames if it `listens`.
 pub(super) fn open(device_name: &str, promiscuous: bool, listens: bool) -> Result<PacketSocket, LocalError> {
     let device: String = device_name.chars().take(64).collect();
     let no_device = || LocalError::NoDevice(device.clone());
-    let name = CString::new(device_name).map_err(|_| no_device())?;
-    // SAFETY: `name` is a zero-terminated string that lives across the call.
-    let index = unsafe { libc::if_nametoindex(name.as_ptr()) } as libc::c_int;
-    if index == 0 {
-        return Err(no_device());
-    }
+    let index = tun::device_index(device_name).ok_or_else(no_device)? as libc::c_int;
     let fail = |(step, error)| LocalError::step(step, &device, error);
     let socket = make().map_err(fail)?;
     let kind = if promiscuous { libc::PACKET_MR_PROMISC } else { libc::PACKET_MR_ALLMULTI };
@@ -133,10 +120,8 @@ pub(super) fn listen(device: &str, index: libc::c_int) -> Result<OwnedFd, LocalE
 
 /// Makes a socket that is not bound yet; the error names the step.
 fn make() -> Result<OwnedFd, (&'static str, io::Error)> {
-    // Protocol 0: receive nothing before the socket is set up and bound.
-    let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
-    // SAFETY: the call passes no pointers.
-    let socket = own(unsafe { libc::socket(libc::AF_PACKET, kind, 0) }).map_err(|error| ("open", error))?;
+    let socket = helper::socket(Kind::PACKETS).map_err(|error| ("open", error))?;
+    rustix::io::ioctl_fionbio(&socket, true).map_err(|error| ("set up", error.into()))?;
     for option in [libc::PACKET_VNET_HDR, libc::PACKET_AUXDATA, PACKET_IGNORE_OUTGOING] {
         set(&socket, libc::SOL_PACKET, option, 1).map_err(|error| ("set up", error))?;
     }

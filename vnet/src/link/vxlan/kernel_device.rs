@@ -24,11 +24,10 @@
 //! All of this needs CAP_NET_ADMIN, CAP_NET_RAW and CAP_SYS_ADMIN. Without them, and for networks and VTEPs beyond the limits,
 //! vnet segments frames itself.
 
-use std::ffi::CStr;
 use std::fs::File;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 
@@ -44,6 +43,7 @@ use parking_lot::Mutex;
 
 use super::finish_frames::{TCP_CHECKSUM, must_be_cut};
 use crate::frame::{Batch, Frame, NetworkId, SEGMENTS_MAX};
+use crate::helper::{self, Kind};
 use crate::link::sending::Sending;
 use crate::link::socket::buffers;
 use crate::link::socket::udp::{Socket, check, set};
@@ -67,7 +67,7 @@ const VIRTIO_HEADER_LEN: usize = 10;
 /// MTU of the device in bytes. The path's limit is checked before.
 const MTU: u32 = 65_000;
 /// The name the kernel gives the first VXLAN device in a namespace.
-const NAME: &CStr = c"vxlan0";
+const NAME: &str = "vxlan0";
 /// Maximum number of attempts to get a free port, or several consecutive ones.
 const TRIES: u32 = 32;
 /// Number of entries in the flow table. Colliding flows count as streams together.
@@ -285,45 +285,24 @@ fn block(ports: &mut Vec<Socket>, local: IpAddr) -> io::Result<u16> {
 /// Creates a device in its own namespace, which sends from the ports starting at `first`, and the socket that writes to it.
 fn open(network: NetworkId, remote: SocketAddr, local: IpAddr, first: u16) -> io::Result<OwnedFd> {
     let here = Netlink::new()?;
-    std::thread::scope(|scope| {
-        // On a separate thread, because a thread cannot return to its old namespace.
-        let thread = std::thread::Builder::new().name("vxlan-device".into());
-        let made = thread.spawn_scoped(scope, || {
-            // SAFETY: the call passes no pointers; only this thread's namespace changes, and no other code runs on it.
-            check(unsafe { libc::unshare(libc::CLONE_NEWNET) })?;
-            silence()?;
-            make(&here, network, remote, local, first)
-        })?;
-        made.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-    })
+    let namespace = helper::new_namespace()?;
+    let place = namespace.try_clone()?;
+    helper::within(place, || make((&here, &namespace), network, remote, local, first))?
 }
 
-/// Disables IPv6 in the calling thread's namespace: devices would send router and neighbour solicitations, and answer them.
-fn silence() -> io::Result<()> {
-    for which in ["all", "default"] {
-        match std::fs::write(format!("/proc/sys/net/ipv6/conf/{which}/disable_ipv6"), "1") {
-            // The kernel has no IPv6.
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            result => result?,
-        }
-    }
-    Ok(())
-}
-
-/// Like [`open`], in the calling thread's namespace; datagrams leave from the namespace `here`.
+/// Like [`open`], in the namespace `there`, which is this thread's place; datagrams leave from the namespace `here`.
 fn make(
-    here: &Netlink,
+    (here, there): (&Netlink, &File),
     network: NetworkId,
     remote: SocketAddr,
     local: IpAddr,
     first: u16,
 ) -> io::Result<OwnedFd> {
-    let namespace = File::open("/proc/thread-self/ns/net")?;
     let mut request = LinkMessage::default();
     request.header.flags = LinkFlags::Up;
     request.header.change_mask = LinkFlags::Up;
     // Without a name, because older kernels would check it against those of the wrong namespace.
-    request.attributes = vec![LinkAttribute::Mtu(MTU), LinkAttribute::NetNsFd(namespace.as_raw_fd())];
+    request.attributes = vec![LinkAttribute::Mtu(MTU), LinkAttribute::NetNsFd(there.as_raw_fd())];
     for _ in 0..TRIES {
         // A listening port is mandatory. The kernel picks a port that is currently free.
         let port = Socket::sending(SocketAddr::new(local, 0))?.local().port();
@@ -344,8 +323,7 @@ fn make(
             Err(error) if matches!(error.raw_os_error(), Some(libc::EADDRINUSE | libc::EEXIST)) => continue,
             result => result?,
         }
-        // SAFETY: the name is a zero-terminated string.
-        let index = unsafe { libc::if_nametoindex(NAME.as_ptr()) };
+        let index = helper::device_index(NAME)?;
         lead(index, remote)?;
         return socket(index);
     }
@@ -383,11 +361,8 @@ fn lead(index: u32, remote: SocketAddr) -> io::Result<()> {
 
 /// A packet socket that writes to device `index` and receives nothing.
 fn socket(index: u32) -> io::Result<OwnedFd> {
-    let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
-    // SAFETY: the call passes no pointers.
-    let fd = check(unsafe { libc::socket(libc::AF_PACKET, kind, 0) })?;
-    // SAFETY: the descriptor is new, and nothing else owns it.
-    let socket = unsafe { OwnedFd::from_raw_fd(fd) };
+    let socket = helper::socket(Kind::PACKETS)?;
+    rustix::io::ioctl_fionbio(&socket, true)?;
     set(&socket, libc::SOL_PACKET, libc::PACKET_VNET_HDR, 1)?;
     let bytes = buffers::buffer_bytes(buffers::ASSUMED_MBPS) as libc::c_int;
     set(&socket, libc::SOL_SOCKET, libc::SO_SNDBUFFORCE, bytes)

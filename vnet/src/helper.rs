@@ -1,0 +1,555 @@
+//! The privileged helper: a process that enters network namespaces for vnetd.
+//!
+//! Entering a namespace takes CAP_SYS_ADMIN, and finding that of a process CAP_SYS_PTRACE. With these rights a process may do nearly
+//! everything. So vnetd, which reads what guests and other hosts send, gives them up before it starts a thread, and asks the helper,
+//! which reads nothing but vnetd's requests. It does what [`Request`] lists: it opens network namespaces, sockets and TAP queues in
+//! them, and mounts the file system of the kernel programs' pins.
+//!
+//! Other code does not know who enters a namespace: [`within`] says in which one it works, and [`socket`], [`tun`] and [`silence`] do
+//! what depends on that. A process without a helper (tests, other programs) enters the namespace itself, on a thread of its own.
+//!
+//! A request is one message of a `SOCK_SEQPACKET` pair: a byte that says what, then its argument; with it comes the descriptor of the
+//! namespace, if it needs one. The answer is an error number, 0 for success, with at most one descriptor. The helper ends when vnetd's end
+//! is closed, for whatever reason.
+
+use std::cell::RefCell;
+use std::ffi::OsStr;
+use std::fs::{File, OpenOptions};
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::net::{SocketAddr, UdpSocket};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::OnceLock;
+
+use parking_lot::Mutex;
+use rustix::fs::{fstatfs, statfs};
+use rustix::net::netdevice::name_to_index;
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketFlags, SocketType, recvmsg, sendmsg, socketpair,
+};
+use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
+
+/// Longest request in bytes: a path.
+const REQUEST_MAX: usize = 1 + libc::PATH_MAX as usize;
+/// File system of namespaces (linux/magic.h).
+const NSFS_MAGIC: u64 = 0x6e73_6673;
+/// File system of pinned BPF objects (linux/magic.h).
+const BPF_FS_MAGIC: u64 = 0xcafe_4a11;
+/// `NS_GET_NSTYPE` (linux/nsfs.h).
+const NS_GET_NSTYPE: libc::c_ulong = 0xb703;
+/// Longest name of a device in bytes.
+const DEVICE_NAME_MAX: usize = 15;
+
+/// What the helper does.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Request {
+    /// Opens the network namespace at a path.
+    Namespace(PathBuf),
+    /// Makes a network namespace, in which IPv6 is off.
+    NewNamespace,
+    /// Opens a socket in the passed namespace.
+    Socket(Kind),
+    /// Opens `/dev/net/tun` in the passed namespace.
+    Tun,
+    /// Disables IPv6 on a device in the passed namespace.
+    Silence(String),
+    /// Mounts a file system of pinned BPF objects.
+    Mount(PathBuf),
+    /// Unmounts one.
+    Unmount(PathBuf),
+}
+
+/// The arguments of socket(2), without flags.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Kind {
+    family: libc::c_int,
+    kind: libc::c_int,
+    protocol: libc::c_int,
+}
+
+impl Kind {
+    /// Requests to and notifications of rtnetlink(7).
+    pub const ROUTES: Kind = Kind::new(libc::AF_NETLINK, libc::SOCK_RAW, libc::NETLINK_ROUTE);
+    /// Frames of a device (packet(7)). Protocol 0: it receives nothing before it is bound.
+    pub const PACKETS: Kind = Kind::new(libc::AF_PACKET, libc::SOCK_RAW, 0);
+    /// Datagrams over IPv4.
+    pub const UDP: Kind = Kind::new(libc::AF_INET, libc::SOCK_DGRAM, 0);
+    /// Datagrams over IPv6.
+    pub const UDP6: Kind = Kind::new(libc::AF_INET6, libc::SOCK_DGRAM, 0);
+    /// Messages between processes; also any socket for ioctls of netdevice(7).
+    pub const LOCAL: Kind = Kind::new(libc::AF_UNIX, libc::SOCK_SEQPACKET, 0);
+
+    const ALL: [Kind; 5] = [Kind::ROUTES, Kind::PACKETS, Kind::UDP, Kind::UDP6, Kind::LOCAL];
+
+    const fn new(family: libc::c_int, kind: libc::c_int, protocol: libc::c_int) -> Kind {
+        Kind { family, kind, protocol }
+    }
+
+    /// Opens a socket in the calling thread's namespace.
+    fn open(self) -> io::Result<OwnedFd> {
+        let Kind { family, kind, protocol } = self;
+        // SAFETY: the call passes no pointers.
+        let fd = unsafe { libc::socket(family, kind | libc::SOCK_CLOEXEC, protocol) };
+        // SAFETY: the descriptor is new, and nothing else owns it.
+        if fd < 0 { Err(io::Error::last_os_error()) } else { Ok(unsafe { OwnedFd::from_raw_fd(fd) }) }
+    }
+}
+
+/// vnetd's end of the conversation.
+struct Helper {
+    socket: Mutex<OwnedFd>,
+    /// Ends by itself, and init or vnetd's end reaps it.
+    _process: Option<Child>,
+}
+
+static HELPER: OnceLock<Helper> = OnceLock::new();
+
+thread_local! {
+    /// The namespace that the helper enters for this thread.
+    static PLACE: RefCell<Option<File>> = const { RefCell::new(None) };
+}
+
+/// Starts `program` as this process's helper; it has to call [`serve`] with its standard input. Call it before any thread starts.
+///
+/// # Errors
+/// The program cannot be started.
+pub fn start(program: &mut Command) -> io::Result<()> {
+    let (own, other) = pair()?;
+    // A group of its own: signals from a terminal are for vnetd.
+    let process =
+        program.stdin(Stdio::from(other)).stdout(Stdio::null()).env_clear().process_group(0).spawn()?;
+    let _ = HELPER.set(Helper { socket: Mutex::new(own), _process: Some(process) });
+    Ok(())
+}
+
+fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
+    Ok(socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?)
+}
+
+/// Opens the network namespace at `path`.
+///
+/// # Errors
+/// EINVAL: the file is no network namespace.
+pub fn namespace(path: &Path) -> io::Result<File> {
+    let open = || open_namespace(path);
+    with_descriptor(HELPER.get(), &Request::Namespace(path.into()), None, || open().map(OwnedFd::from))
+        .map(File::from)
+}
+
+/// Makes a network namespace, in which IPv6 is off: devices would send by themselves.
+///
+/// # Errors
+/// The process lacks CAP_SYS_ADMIN.
+pub fn new_namespace() -> io::Result<File> {
+    with_descriptor(HELPER.get(), &Request::NewNamespace, None, || make_namespace().map(OwnedFd::from))
+        .map(File::from)
+}
+
+/// Runs `open` with `namespace` as the place of what it opens.
+///
+/// # Errors
+/// The process has no helper, and may not enter the namespace.
+pub fn within<T: Send>(namespace: File, open: impl FnOnce() -> T + Send) -> io::Result<T> {
+    if HELPER.get().is_none() {
+        return entered(&namespace, open);
+    }
+    /// Restores the place, also when `open` panics.
+    struct Back(Option<File>);
+    impl Drop for Back {
+        fn drop(&mut self) {
+            PLACE.set(self.0.take());
+        }
+    }
+    let _back = Back(PLACE.replace(Some(namespace)));
+    Ok(open())
+}
+
+/// Opens a socket at this thread's place.
+///
+/// # Errors
+/// As of socket(2).
+pub fn socket(kind: Kind) -> io::Result<OwnedFd> {
+    at_place(&Request::Socket(kind), || kind.open())
+}
+
+/// Opens a UDP socket with this address at this thread's place.
+///
+/// # Errors
+/// As of socket(2) and bind(2).
+pub fn udp(address: SocketAddr) -> io::Result<UdpSocket> {
+    let socket = socket(if address.is_ipv4() { Kind::UDP } else { Kind::UDP6 })?;
+    rustix::net::bind(&socket, &address)?;
+    Ok(socket.into())
+}
+
+/// Index of a device at this thread's place.
+///
+/// # Errors
+/// ENODEV: there is no device of that name.
+pub fn device_index(device: &str) -> io::Result<u32> {
+    Ok(name_to_index(socket(Kind::LOCAL)?, device)?)
+}
+
+/// Opens `/dev/net/tun` at this thread's place.
+///
+/// # Errors
+/// As of open(2).
+pub fn tun() -> io::Result<File> {
+    at_place(&Request::Tun, || open_tun().map(OwnedFd::from)).map(File::from)
+}
+
+/// Disables IPv6 on a device that is down, at this thread's place.
+///
+/// # Errors
+/// There is no such device.
+pub fn silence(device: &str) -> io::Result<()> {
+    PLACE.with_borrow(|place| match (place, HELPER.get()) {
+        (Some(place), Some(helper)) => {
+            helper.ask(&Request::Silence(device.into()), Some(place.as_fd())).map(drop)
+        }
+        _ => disable_ipv6(device),
+    })
+}
+
+/// Mounts a file system of pinned BPF objects at a folder.
+///
+/// # Errors
+/// As of mount(2).
+pub fn mount(folder: &Path) -> io::Result<()> {
+    match HELPER.get() {
+        Some(helper) => helper.ask(&Request::Mount(folder.into()), None).map(drop),
+        None => mount_bpffs(folder),
+    }
+}
+
+/// Unmounts such a file system.
+///
+/// # Errors
+/// As of umount(2).
+pub fn unmount(folder: &Path) -> io::Result<()> {
+    match HELPER.get() {
+        Some(helper) => helper.ask(&Request::Unmount(folder.into()), None).map(drop),
+        None => unmount_bpffs(folder),
+    }
+}
+
+fn at_place(request: &Request, open: impl FnOnce() -> io::Result<OwnedFd>) -> io::Result<OwnedFd> {
+    PLACE.with_borrow(|place| match place {
+        Some(place) => with_descriptor(HELPER.get(), request, Some(place.as_fd()), open),
+        None => open(),
+    })
+}
+
+fn with_descriptor(
+    helper: Option<&Helper>,
+    request: &Request,
+    place: Option<BorrowedFd<'_>>,
+    open: impl FnOnce() -> io::Result<OwnedFd>,
+) -> io::Result<OwnedFd> {
+    match helper {
+        Some(helper) => helper.ask(request, place)?.ok_or_else(|| io::ErrorKind::InvalidData.into()),
+        None => open(),
+    }
+}
+
+impl Helper {
+    fn ask(&self, request: &Request, place: Option<BorrowedFd<'_>>) -> io::Result<Option<OwnedFd>> {
+        let ended = |_| io::Error::other("vnetd's privileged helper has ended; restart vnetd");
+        let socket = self.socket.lock();
+        send(&socket, &request.encode(), place).map_err(ended)?;
+        let mut room = [0; 4];
+        let (len, descriptor) = receive(&socket, &mut room).map_err(ended)?;
+        if len != room.len() {
+            return Err(ended(io::ErrorKind::UnexpectedEof.into()));
+        }
+        match i32::from_ne_bytes(room) {
+            0 => Ok(descriptor),
+            error => Err(io::Error::from_raw_os_error(error)),
+        }
+    }
+}
+
+fn send(socket: &OwnedFd, bytes: &[u8], descriptor: Option<BorrowedFd<'_>>) -> io::Result<()> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let descriptors: Vec<_> = descriptor.into_iter().collect();
+    if !descriptors.is_empty() {
+        control.push(SendAncillaryMessage::ScmRights(&descriptors));
+    }
+    sendmsg(socket, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL)?;
+    Ok(())
+}
+
+/// Receives a message with at most one descriptor; 0 bytes: the other end is closed.
+fn receive(socket: &OwnedFd, room: &mut [u8]) -> io::Result<(usize, Option<OwnedFd>)> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let received = loop {
+        match recvmsg(socket, &mut [IoSliceMut::new(room)], &mut control, RecvFlags::CMSG_CLOEXEC) {
+            Err(rustix::io::Errno::INTR) => {}
+            received => break received?,
+        }
+    };
+    let mut descriptor = None;
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(mut descriptors) = message {
+            descriptor = descriptors.next();
+        }
+    }
+    if received.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC) {
+        return Err(io::ErrorKind::InvalidData.into());
+    }
+    Ok((received.bytes, descriptor))
+}
+
+/// The helper: carries out requests that arrive at `socket`, until its other end is closed.
+pub fn serve(socket: &OwnedFd) {
+    let mut room = vec![0; REQUEST_MAX];
+    while let Ok((len @ 1.., place)) = receive(socket, &mut room) {
+        let request = Request::decode(&room[..len]).ok_or(io::Error::from(io::ErrorKind::InvalidInput));
+        let done = request.and_then(|request| request.carry_out(place));
+        let code = done.as_ref().err().map_or(0, |error| error.raw_os_error().unwrap_or(libc::EINVAL));
+        let descriptor = done.ok().flatten();
+        if send(socket, &code.to_ne_bytes(), descriptor.as_ref().map(AsFd::as_fd)).is_err() {
+            return;
+        }
+    }
+}
+
+impl Request {
+    fn encode(&self) -> Vec<u8> {
+        let path = |path: &Path| path.as_os_str().as_encoded_bytes().to_vec();
+        let (what, argument) = match self {
+            Request::Namespace(file) => (0, path(file)),
+            Request::NewNamespace => (1, vec![]),
+            Request::Socket(kind) => {
+                (2, Kind::ALL.iter().position(|own| own == kind).map_or(vec![], |at| vec![at as u8]))
+            }
+            Request::Tun => (3, vec![]),
+            Request::Silence(device) => (4, device.as_bytes().to_vec()),
+            Request::Mount(folder) => (5, path(folder)),
+            Request::Unmount(folder) => (6, path(folder)),
+        };
+        [vec![what], argument].concat()
+    }
+
+    fn decode(bytes: &[u8]) -> Option<Request> {
+        let (what, argument) = bytes.split_first()?;
+        let path = || PathBuf::from(OsStr::from_bytes(argument));
+        Some(match (what, argument) {
+            (0, _) => Request::Namespace(path()),
+            (1, []) => Request::NewNamespace,
+            (2, [kind]) => Request::Socket(*Kind::ALL.get(usize::from(*kind))?),
+            (3, []) => Request::Tun,
+            (4, device) => Request::Silence(String::from_utf8(device.to_vec()).ok()?),
+            (5, _) => Request::Mount(path()),
+            (6, _) => Request::Unmount(path()),
+            _ => return None,
+        })
+    }
+
+    fn carry_out(self, place: Option<OwnedFd>) -> io::Result<Option<OwnedFd>> {
+        let place = || place.map(File::from).ok_or(io::Error::from(io::ErrorKind::InvalidInput));
+        match self {
+            Request::Namespace(path) => Ok(Some(open_namespace(&path)?.into())),
+            Request::NewNamespace => Ok(Some(make_namespace()?.into())),
+            Request::Socket(kind) => entered(&place()?, || kind.open())?.map(Some),
+            Request::Tun => Ok(Some(entered(&place()?, open_tun)??.into())),
+            Request::Silence(device) => entered(&place()?, || disable_ipv6(&device))?.map(|()| None),
+            Request::Mount(folder) => mount_bpffs(&folder).map(|()| None),
+            Request::Unmount(folder) => unmount_bpffs(&folder).map(|()| None),
+        }
+    }
+}
+
+/// Runs `open` on a thread that enters `namespace`.
+fn entered<T: Send>(namespace: &File, open: impl FnOnce() -> T + Send) -> io::Result<T> {
+    let inside = || -> io::Result<T> {
+        move_into_link_name_space(namespace.as_fd(), Some(LinkNameSpaceType::Network))?;
+        Ok(open())
+    };
+    std::thread::scope(|scope| {
+        scope.spawn(inside).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    })
+}
+
+fn open_namespace(path: &Path) -> io::Result<File> {
+    // O_NONBLOCK: the configuration may name any file, and opening a FIFO would block.
+    let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
+    let is_namespace = fstatfs(&file).is_ok_and(|stat| stat.f_type as u64 & 0xffff_ffff == NSFS_MAGIC);
+    // SAFETY: this ioctl takes no argument.
+    let is_network = || unsafe { libc::ioctl(file.as_raw_fd(), NS_GET_NSTYPE as _) } == libc::CLONE_NEWNET;
+    if is_namespace && is_network() { Ok(file) } else { Err(io::Error::from_raw_os_error(libc::EINVAL)) }
+}
+
+fn make_namespace() -> io::Result<File> {
+    let make = || -> io::Result<File> {
+        // SAFETY: the call passes no pointers; only this thread's namespace changes, and no other code runs on it.
+        if unsafe { libc::unshare(libc::CLONE_NEWNET) } < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        disable_ipv6("all")?;
+        disable_ipv6("default")?;
+        File::open("/proc/thread-self/ns/net")
+    };
+    // On a thread of its own, because a thread cannot return to its old namespace.
+    std::thread::scope(|scope| {
+        scope.spawn(make).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    })
+}
+
+fn open_tun() -> io::Result<File> {
+    let flags = libc::O_NONBLOCK | libc::O_CLOEXEC;
+    OpenOptions::new().read(true).write(true).custom_flags(flags).open("/dev/net/tun")
+}
+
+/// Disables IPv6 on a device in the calling thread's namespace.
+fn disable_ipv6(device: &str) -> io::Result<()> {
+    if device.is_empty() || device.len() > DEVICE_NAME_MAX || device.contains('/') || device.starts_with('.')
+    {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    match std::fs::write(format!("/proc/sys/net/ipv6/conf/{device}/disable_ipv6"), "1") {
+        // The kernel has no IPv6.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        result => result,
+    }
+}
+
+fn mount_bpffs(folder: &Path) -> io::Result<()> {
+    let path = std::ffi::CString::new(folder.as_os_str().as_encoded_bytes())?;
+    // SAFETY: all pointers are to zero-terminated strings that live across the call.
+    let done = unsafe {
+        libc::mount(c"bpf".as_ptr(), path.as_ptr(), c"bpf".as_ptr(), 0, c"mode=0700".as_ptr().cast())
+    };
+    if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// A child of this process may have inherited a file of it until it executes its program, so the file system goes with its last file.
+fn unmount_bpffs(folder: &Path) -> io::Result<()> {
+    if statfs(folder)?.f_type as u64 & 0xffff_ffff != BPF_FS_MAGIC {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    let path = std::ffi::CString::new(folder.as_os_str().as_encoded_bytes())?;
+    // SAFETY: the path is a zero-terminated string that lives across the call.
+    let done = unsafe { libc::umount2(path.as_ptr(), libc::MNT_DETACH) };
+    if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A helper on a thread of this process, which needs to be root, and what asks it.
+    fn helper() -> Helper {
+        let (own, other) = pair().unwrap();
+        std::thread::spawn(move || serve(&other));
+        Helper { socket: Mutex::new(own), _process: None }
+    }
+
+    fn number(error: io::Error) -> Option<i32> {
+        error.raw_os_error()
+    }
+
+    /// Whether the socket's namespace has a device of this name.
+    fn has_device(socket: &OwnedFd, name: &str) -> bool {
+        name_to_index(socket, name).is_ok()
+    }
+
+    /// Makes a TAP of this name of which `tun` is the queue.
+    fn attach(tun: &File, name: &str) {
+        // SAFETY: `ifreq` is plain data, for which all zeros is a valid value.
+        let mut request = unsafe { std::mem::zeroed::<libc::ifreq>() };
+        for (to, from) in request.ifr_name.iter_mut().zip(name.bytes()) {
+            *to = from as libc::c_char;
+        }
+        request.ifr_ifru.ifru_flags = (libc::IFF_TAP | libc::IFF_NO_PI) as libc::c_short;
+        // SAFETY: TUNSETIFF reads and writes one `ifreq`: `request`, which lives across the call.
+        assert_eq!(unsafe { libc::ioctl(tun.as_raw_fd(), libc::TUNSETIFF as _, &raw mut request) }, 0);
+    }
+
+    #[test]
+    fn requests_arrive_as_they_were_sent() {
+        let path = || PathBuf::from(OsStr::from_bytes(b"/run/netns/\xff"));
+        let kinds = Kind::ALL.map(Request::Socket);
+        let others = [
+            Request::Namespace(path()),
+            Request::NewNamespace,
+            Request::Tun,
+            Request::Silence("eth0".into()),
+            Request::Mount(path()),
+            Request::Unmount(path()),
+        ];
+        for request in kinds.into_iter().chain(others) {
+            assert_eq!(Request::decode(&request.encode()), Some(request));
+        }
+        for wrong in [&b""[..], &[1, 0], &[2], &[2, 5], &[2, 0, 0], &[3, 3], &[4, 0xff], &[7], &[255, 1]] {
+            assert_eq!(Request::decode(wrong), None, "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn sockets_and_queues_belong_to_the_namespace_that_is_passed() {
+        let helper = helper();
+        let there = helper.ask(&Request::NewNamespace, None).unwrap().unwrap();
+        for kind in Kind::ALL {
+            let socket = helper.ask(&Request::Socket(kind), Some(there.as_fd())).unwrap().unwrap();
+            assert!(has_device(&socket, "lo"), "{kind:?}");
+        }
+        let here = Kind::LOCAL.open().unwrap();
+        let inside = helper.ask(&Request::Socket(Kind::LOCAL), Some(there.as_fd())).unwrap().unwrap();
+        let tun = File::from(helper.ask(&Request::Tun, Some(there.as_fd())).unwrap().unwrap());
+        let name = "vnethelper0";
+        attach(&tun, name);
+        assert!(has_device(&inside, name) && !has_device(&here, name));
+        helper.ask(&Request::Silence(name.into()), Some(there.as_fd())).unwrap();
+        let value = entered(&there.into(), || {
+            std::fs::read_to_string(format!("/proc/sys/net/ipv6/conf/{name}/disable_ipv6"))
+        });
+        assert!(value.unwrap().map_or(true, |value| value == "1\n"), "or the kernel has no IPv6");
+    }
+
+    #[test]
+    fn nothing_else_is_done() {
+        let helper = helper();
+        let there = helper.ask(&Request::NewNamespace, None).unwrap().unwrap();
+        let ask = |request: Request, place: Option<BorrowedFd<'_>>| {
+            number(helper.ask(&request, place).unwrap_err())
+        };
+        let file = tempfile::NamedTempFile::new().unwrap();
+        for path in [file.path(), Path::new("/proc/self/ns/pid"), Path::new("/etc/shadow")] {
+            assert_eq!(ask(Request::Namespace(path.into()), None), Some(libc::EINVAL), "{path:?}");
+        }
+        assert_eq!(ask(Request::Namespace("/run/netns/no-such".into()), None), Some(libc::ENOENT));
+        assert_eq!(ask(Request::Socket(Kind::UDP), None), Some(libc::EINVAL), "no namespace");
+        assert_eq!(ask(Request::Socket(Kind::UDP), Some(file.as_file().as_fd())), Some(libc::EINVAL));
+        for device in ["", "..", "../all", "a/b", "0123456789abcdef"] {
+            assert_eq!(
+                ask(Request::Silence(device.into()), Some(there.as_fd())),
+                Some(libc::EINVAL),
+                "{device}"
+            );
+        }
+        assert_eq!(ask(Request::Unmount("/proc".into()), None), Some(libc::EINVAL));
+        let socket = helper.socket.lock();
+        send(&socket, b"\xff/bin/sh", None).unwrap();
+        let mut room = [0; 4];
+        receive(&socket, &mut room).unwrap();
+        assert_eq!(i32::from_ne_bytes(room), libc::EINVAL);
+    }
+
+    #[test]
+    fn a_helper_that_has_ended_is_told() {
+        let (own, other) = pair().unwrap();
+        drop(other);
+        let helper = Helper { socket: Mutex::new(own), _process: None };
+        let error = helper.ask(&Request::NewNamespace, None).unwrap_err();
+        assert!(error.to_string().contains("helper has ended"), "{error}");
+    }
+}
