@@ -380,12 +380,15 @@ fn entered<T: Send>(namespace: &File, open: impl FnOnce() -> T + Send) -> io::Re
 }
 
 fn open_namespace(path: &Path) -> io::Result<File> {
-    // O_NONBLOCK: the configuration may name any file, and opening a FIFO would block.
-    let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
-    let is_namespace = fstatfs(&file).is_ok_and(|stat| stat.f_type as u64 & 0xffff_ffff == NSFS_MAGIC);
+    // The configuration may name any file, and opening one may block or do something: look at it first.
+    let seen = OpenOptions::new().read(true).custom_flags(libc::O_PATH).open(path)?;
+    if !fstatfs(&seen).is_ok_and(|stat| stat.f_type as u64 & 0xffff_ffff == NSFS_MAGIC) {
+        return Err(io::Error::from_raw_os_error(libc::EINVAL));
+    }
+    let file = File::open(format!("/proc/self/fd/{}", seen.as_raw_fd()))?;
     // SAFETY: this ioctl takes no argument.
     let is_network = || unsafe { libc::ioctl(file.as_raw_fd(), NS_GET_NSTYPE as _) } == libc::CLONE_NEWNET;
-    if is_namespace && is_network() { Ok(file) } else { Err(io::Error::from_raw_os_error(libc::EINVAL)) }
+    if is_network() { Ok(file) } else { Err(io::Error::from_raw_os_error(libc::EINVAL)) }
 }
 
 fn make_namespace() -> io::Result<File> {
@@ -422,7 +425,11 @@ fn disable_ipv6(device: &str) -> io::Result<()> {
     }
 }
 
+/// Only at an empty folder: a mount hides what is there.
 fn mount_bpffs(folder: &Path) -> io::Result<()> {
+    if std::fs::read_dir(folder)?.next().is_some() {
+        return Err(io::Error::from_raw_os_error(libc::ENOTEMPTY));
+    }
     let path = std::ffi::CString::new(folder.as_os_str().as_encoded_bytes())?;
     // SAFETY: all pointers are to zero-terminated strings that live across the call.
     let done = unsafe {
@@ -537,6 +544,7 @@ mod tests {
             );
         }
         assert_eq!(ask(Request::Unmount("/proc".into()), None), Some(libc::EINVAL));
+        assert_eq!(ask(Request::Mount("/etc".into()), None), Some(libc::ENOTEMPTY));
         let socket = helper.socket.lock();
         send(&socket, b"\xff/bin/sh", None).unwrap();
         let mut room = [0; 4];

@@ -2,6 +2,7 @@
 //! with. vnetd parts with the rest before it reads a foreign byte; no program that it might start would get it back (`no_new_privs`).
 
 use std::os::fd::AsFd;
+use std::os::unix::process::CommandExt;
 use std::process::Command;
 
 use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabilities};
@@ -27,7 +28,7 @@ const KEPT: CapabilitySet = CapabilitySet::NET_ADMIN
 /// The helper cannot be started.
 pub fn part() -> Result<(), String> {
     let failed = |error: std::io::Error| format!("cannot start vnetd's privileged helper: {error}");
-    helper::start(Command::new("/proc/self/exe").arg("--helper")).map_err(failed)?;
+    helper::start(Command::new("/proc/self/exe").arg0("vnetd").arg("--helper")).map_err(failed)?;
     let give_up = || {
         let CapabilitySets { effective, permitted, .. } = capabilities(None)?;
         let inheritable = CapabilitySet::empty();
@@ -46,6 +47,7 @@ pub fn part() -> Result<(), String> {
 /// # Errors
 /// Standard input cannot be used.
 pub fn help() -> std::io::Result<()> {
+    rustix::thread::set_name(c"vnetd-helper")?;
     for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGHUP] {
         // SAFETY: ignoring a signal runs no code.
         unsafe { libc::signal(signal, libc::SIG_IGN) };

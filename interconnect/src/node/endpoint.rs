@@ -159,7 +159,7 @@ impl Endpoint {
         inner.signal(Some(self.number));
     }
 
-    /// Waits for a completion: polls for 50 us, then sleeps. Returns `None` if the time expires.
+    /// Waits for a completion: polls for 50 us, letting other processes run after 10 us, then sleeps. Returns `None` if the time expires.
     pub fn wait(&self, timeout: Option<Duration>) -> Option<Completion> {
         let shared = &self.shared;
         let start = shared.now();
