@@ -1,12 +1,13 @@
 //! The privileged helper: a process that enters network namespaces for vnetd.
 //!
-//! Entering a namespace takes CAP_SYS_ADMIN, and finding that of a process CAP_SYS_PTRACE. With these rights a process may do nearly
-//! everything. So vnetd, which reads what guests and other hosts send, gives them up before it starts a thread, and asks the helper,
-//! which reads nothing but vnetd's requests. It does what [`Request`] lists: it opens network namespaces, sockets and TAP queues in
-//! them, and mounts the file system of the kernel programs' pins.
+//! Entering a namespace takes CAP_SYS_ADMIN, and finding that of a process CAP_SYS_PTRACE. With these capabilities a process may do
+//! nearly everything. So vnetd, which reads what guests and other hosts send, drops them before it starts a thread (privilege
+//! separation), and asks the helper, which reads nothing but vnetd's requests ([`Request`]): it opens network namespaces, sockets and
+//! TAP queues in them, and mounts the BPF file system (bpffs) where programs are pinned.
 //!
-//! Other code does not know who enters a namespace: [`within`] says in which one it works, and [`socket`], [`tun`] and [`silence`] do
-//! what depends on that. A process without a helper (tests, other programs) enters the namespace itself, on a thread of its own.
+//! Code that works in another namespace runs inside [`within`], which sets the thread's *target namespace*. [`socket`], [`tun`] and
+//! [`disable_ipv6`] act there; without a target, in vnetd's own namespace. A process without a helper (tests, other programs) enters the
+//! target itself, on a thread of its own.
 //!
 //! A request is one message of a `SOCK_SEQPACKET` pair: a byte that says what, then its argument; with it comes the descriptor of the
 //! namespace, if it needs one. The answer is an error number, 0 for success, with at most one descriptor. The helper ends when vnetd's end
@@ -28,6 +29,7 @@ use std::sync::OnceLock;
 
 use parking_lot::Mutex;
 use rustix::fs::{fstatfs, statfs};
+use rustix::io::retry_on_intr;
 use rustix::net::netdevice::name_to_index;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
@@ -39,7 +41,7 @@ use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 const REQUEST_MAX: usize = 1 + libc::PATH_MAX as usize;
 /// File system of namespaces (linux/magic.h).
 const NSFS_MAGIC: u64 = 0x6e73_6673;
-/// File system of pinned BPF objects (linux/magic.h).
+/// bpffs (linux/magic.h).
 const BPF_FS_MAGIC: u64 = 0xcafe_4a11;
 /// `NS_GET_NSTYPE` (linux/nsfs.h).
 const NS_GET_NSTYPE: libc::c_ulong = 0xb703;
@@ -51,17 +53,17 @@ const DEVICE_NAME_MAX: usize = 15;
 enum Request {
     /// Opens the network namespace at a path.
     Namespace(PathBuf),
-    /// Makes a network namespace, in which IPv6 is off.
+    /// Makes a network namespace with IPv6 disabled.
     NewNamespace,
     /// Opens a socket in the passed namespace.
     Socket(Kind),
     /// Opens `/dev/net/tun` in the passed namespace.
     Tun,
     /// Disables IPv6 on a device in the passed namespace.
-    Silence(String),
-    /// Mounts a file system of pinned BPF objects.
+    DisableIpv6(String),
+    /// Mounts a bpffs at an empty folder.
     Mount(PathBuf),
-    /// Unmounts one.
+    /// Unmounts a bpffs.
     Unmount(PathBuf),
 }
 
@@ -111,8 +113,8 @@ struct Helper {
 static HELPER: OnceLock<Helper> = OnceLock::new();
 
 thread_local! {
-    /// The namespace that the helper enters for this thread.
-    static PLACE: RefCell<Option<File>> = const { RefCell::new(None) };
+    /// The thread's target namespace, which the helper enters for it.
+    static TARGET: RefCell<Option<File>> = const { RefCell::new(None) };
 }
 
 /// Starts `program` as this process's helper; it has to call [`serve`] with its standard input. Call it before any thread starts.
@@ -142,7 +144,7 @@ pub fn namespace(path: &Path) -> io::Result<File> {
         .map(File::from)
 }
 
-/// Makes a network namespace, in which IPv6 is off: devices would send by themselves.
+/// Makes a network namespace with IPv6 disabled, so that its devices send no router or neighbour solicitations.
 ///
 /// # Errors
 /// The process lacks CAP_SYS_ADMIN.
@@ -151,7 +153,7 @@ pub fn new_namespace() -> io::Result<File> {
         .map(File::from)
 }
 
-/// Runs `open` with `namespace` as the place of what it opens.
+/// Runs `open` with `namespace` as the thread's target namespace.
 ///
 /// # Errors
 /// The process has no helper, and may not enter the namespace.
@@ -159,36 +161,36 @@ pub fn within<T: Send>(namespace: File, open: impl FnOnce() -> T + Send) -> io::
     if HELPER.get().is_none() {
         return entered(&namespace, open);
     }
-    /// Restores the place, also when `open` panics.
+    /// Restores the former target, also when `open` panics.
     struct Back(Option<File>);
     impl Drop for Back {
         fn drop(&mut self) {
-            PLACE.set(self.0.take());
+            TARGET.set(self.0.take());
         }
     }
-    let _back = Back(PLACE.replace(Some(namespace)));
+    let _back = Back(TARGET.replace(Some(namespace)));
     Ok(open())
 }
 
-/// Opens a socket at this thread's place.
+/// Opens a socket in the thread's target namespace.
 ///
 /// # Errors
-/// As of socket(2).
+/// See socket(2).
 pub fn socket(kind: Kind) -> io::Result<OwnedFd> {
-    at_place(&Request::Socket(kind), || kind.open())
+    in_target(&Request::Socket(kind), || kind.open())
 }
 
-/// Opens a UDP socket with this address at this thread's place.
+/// Opens a UDP socket with this address in the thread's target namespace.
 ///
 /// # Errors
-/// As of socket(2) and bind(2).
+/// See socket(2) and bind(2).
 pub fn udp(address: SocketAddr) -> io::Result<UdpSocket> {
     let socket = socket(if address.is_ipv4() { Kind::UDP } else { Kind::UDP6 })?;
     rustix::net::bind(&socket, &address)?;
     Ok(socket.into())
 }
 
-/// Index of a device at this thread's place.
+/// Index of a device in the thread's target namespace.
 ///
 /// # Errors
 /// ENODEV: there is no device of that name.
@@ -196,31 +198,31 @@ pub fn device_index(device: &str) -> io::Result<u32> {
     Ok(name_to_index(socket(Kind::LOCAL)?, device)?)
 }
 
-/// Opens `/dev/net/tun` at this thread's place.
+/// Opens `/dev/net/tun` in the thread's target namespace.
 ///
 /// # Errors
-/// As of open(2).
+/// See open(2).
 pub fn tun() -> io::Result<File> {
-    at_place(&Request::Tun, || open_tun().map(OwnedFd::from)).map(File::from)
+    in_target(&Request::Tun, || open_tun().map(OwnedFd::from)).map(File::from)
 }
 
-/// Disables IPv6 on a device that is down, at this thread's place.
+/// Disables IPv6 on a device that is down, in the thread's target namespace.
 ///
 /// # Errors
 /// There is no such device.
-pub fn silence(device: &str) -> io::Result<()> {
-    PLACE.with_borrow(|place| match (place, HELPER.get()) {
-        (Some(place), Some(helper)) => {
-            helper.ask(&Request::Silence(device.into()), Some(place.as_fd())).map(drop)
+pub fn disable_ipv6(device: &str) -> io::Result<()> {
+    TARGET.with_borrow(|namespace| match (namespace, HELPER.get()) {
+        (Some(namespace), Some(helper)) => {
+            helper.ask(&Request::DisableIpv6(device.into()), Some(namespace.as_fd())).map(drop)
         }
-        _ => disable_ipv6(device),
+        _ => disable_ipv6_here(device),
     })
 }
 
-/// Mounts a file system of pinned BPF objects at a folder.
+/// Mounts a bpffs at an empty folder.
 ///
 /// # Errors
-/// As of mount(2).
+/// ENOTEMPTY: the folder has files, which the mount would hide. See mount(2).
 pub fn mount(folder: &Path) -> io::Result<()> {
     match HELPER.get() {
         Some(helper) => helper.ask(&Request::Mount(folder.into()), None).map(drop),
@@ -228,10 +230,10 @@ pub fn mount(folder: &Path) -> io::Result<()> {
     }
 }
 
-/// Unmounts such a file system.
+/// Unmounts a bpffs.
 ///
 /// # Errors
-/// As of umount(2).
+/// EINVAL: it is no bpffs. See umount(2).
 pub fn unmount(folder: &Path) -> io::Result<()> {
     match HELPER.get() {
         Some(helper) => helper.ask(&Request::Unmount(folder.into()), None).map(drop),
@@ -239,9 +241,9 @@ pub fn unmount(folder: &Path) -> io::Result<()> {
     }
 }
 
-fn at_place(request: &Request, open: impl FnOnce() -> io::Result<OwnedFd>) -> io::Result<OwnedFd> {
-    PLACE.with_borrow(|place| match place {
-        Some(place) => with_descriptor(HELPER.get(), request, Some(place.as_fd()), open),
+fn in_target(request: &Request, open: impl FnOnce() -> io::Result<OwnedFd>) -> io::Result<OwnedFd> {
+    TARGET.with_borrow(|namespace| match namespace {
+        Some(namespace) => with_descriptor(HELPER.get(), request, Some(namespace.as_fd()), open),
         None => open(),
     })
 }
@@ -249,24 +251,31 @@ fn at_place(request: &Request, open: impl FnOnce() -> io::Result<OwnedFd>) -> io
 fn with_descriptor(
     helper: Option<&Helper>,
     request: &Request,
-    place: Option<BorrowedFd<'_>>,
+    namespace: Option<BorrowedFd<'_>>,
     open: impl FnOnce() -> io::Result<OwnedFd>,
 ) -> io::Result<OwnedFd> {
     match helper {
-        Some(helper) => helper.ask(request, place)?.ok_or_else(|| io::ErrorKind::InvalidData.into()),
+        Some(helper) => helper.ask(request, namespace)?.ok_or_else(|| io::ErrorKind::InvalidData.into()),
         None => open(),
     }
 }
 
 impl Helper {
-    fn ask(&self, request: &Request, place: Option<BorrowedFd<'_>>) -> io::Result<Option<OwnedFd>> {
-        let ended = |_| io::Error::other("vnetd's privileged helper has ended; restart vnetd");
+    fn ask(&self, request: &Request, namespace: Option<BorrowedFd<'_>>) -> io::Result<Option<OwnedFd>> {
+        let failed = |error: io::Error| match error.raw_os_error() {
+            Some(libc::EMFILE) => error,
+            _ => io::Error::other("vnetd's privileged helper has ended; restart vnetd"),
+        };
+        let request = request.encode();
+        if request.len() > REQUEST_MAX {
+            return Err(io::Error::from_raw_os_error(libc::ENAMETOOLONG));
+        }
         let socket = self.socket.lock();
-        send(&socket, &request.encode(), place).map_err(ended)?;
+        send(&socket, &request, namespace).map_err(failed)?;
         let mut room = [0; 4];
-        let (len, descriptor) = receive(&socket, &mut room).map_err(ended)?;
+        let (len, descriptor) = receive(&socket, &mut room).map_err(failed)?;
         if len != room.len() {
-            return Err(ended(io::ErrorKind::UnexpectedEof.into()));
+            return Err(failed(io::ErrorKind::UnexpectedEof.into()));
         }
         match i32::from_ne_bytes(room) {
             0 => Ok(descriptor),
@@ -282,28 +291,31 @@ fn send(socket: &OwnedFd, bytes: &[u8], descriptor: Option<BorrowedFd<'_>>) -> i
     if !descriptors.is_empty() {
         control.push(SendAncillaryMessage::ScmRights(&descriptors));
     }
-    sendmsg(socket, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL)?;
+    retry_on_intr(|| sendmsg(socket, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL))?;
     Ok(())
 }
 
 /// Receives a message with at most one descriptor; 0 bytes: the other end is closed.
+///
+/// # Errors
+/// EMSGSIZE: the message is longer than `room`. EMFILE: this process has no room for the descriptor. Both messages are consumed.
 fn receive(socket: &OwnedFd, room: &mut [u8]) -> io::Result<(usize, Option<OwnedFd>)> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
-    let received = loop {
-        match recvmsg(socket, &mut [IoSliceMut::new(room)], &mut control, RecvFlags::CMSG_CLOEXEC) {
-            Err(rustix::io::Errno::INTR) => {}
-            received => break received?,
-        }
-    };
+    let received = retry_on_intr(|| {
+        recvmsg(socket, &mut [IoSliceMut::new(room)], &mut control, RecvFlags::CMSG_CLOEXEC)
+    })?;
     let mut descriptor = None;
     for message in control.drain() {
         if let RecvAncillaryMessage::ScmRights(mut descriptors) = message {
             descriptor = descriptors.next();
         }
     }
-    if received.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC) {
-        return Err(io::ErrorKind::InvalidData.into());
+    if received.flags.contains(ReturnFlags::TRUNC) {
+        return Err(io::Error::from_raw_os_error(libc::EMSGSIZE));
+    }
+    if received.flags.contains(ReturnFlags::CTRUNC) {
+        return Err(io::Error::from_raw_os_error(libc::EMFILE));
     }
     Ok((received.bytes, descriptor))
 }
@@ -311,9 +323,16 @@ fn receive(socket: &OwnedFd, room: &mut [u8]) -> io::Result<(usize, Option<Owned
 /// The helper: carries out requests that arrive at `socket`, until its other end is closed.
 pub fn serve(socket: &OwnedFd) {
     let mut room = vec![0; REQUEST_MAX];
-    while let Ok((len @ 1.., place)) = receive(socket, &mut room) {
-        let request = Request::decode(&room[..len]).ok_or(io::Error::from(io::ErrorKind::InvalidInput));
-        let done = request.and_then(|request| request.carry_out(place));
+    loop {
+        let done = match receive(socket, &mut room) {
+            Ok((0, _)) => return,
+            Ok((len, namespace)) => {
+                let request = Request::decode(&room[..len]).ok_or(io::ErrorKind::InvalidInput.into());
+                request.and_then(|request: Request| request.carry_out(namespace))
+            }
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EMSGSIZE | libc::EMFILE)) => Err(error),
+            Err(_) => return,
+        };
         let code = done.as_ref().err().map_or(0, |error| error.raw_os_error().unwrap_or(libc::EINVAL));
         let descriptor = done.ok().flatten();
         if send(socket, &code.to_ne_bytes(), descriptor.as_ref().map(AsFd::as_fd)).is_err() {
@@ -332,7 +351,7 @@ impl Request {
                 (2, Kind::ALL.iter().position(|own| own == kind).map_or(vec![], |at| vec![at as u8]))
             }
             Request::Tun => (3, vec![]),
-            Request::Silence(device) => (4, device.as_bytes().to_vec()),
+            Request::DisableIpv6(device) => (4, device.as_bytes().to_vec()),
             Request::Mount(folder) => (5, path(folder)),
             Request::Unmount(folder) => (6, path(folder)),
         };
@@ -347,21 +366,23 @@ impl Request {
             (1, []) => Request::NewNamespace,
             (2, [kind]) => Request::Socket(*Kind::ALL.get(usize::from(*kind))?),
             (3, []) => Request::Tun,
-            (4, device) => Request::Silence(String::from_utf8(device.to_vec()).ok()?),
+            (4, device) => Request::DisableIpv6(String::from_utf8(device.to_vec()).ok()?),
             (5, _) => Request::Mount(path()),
             (6, _) => Request::Unmount(path()),
             _ => return None,
         })
     }
 
-    fn carry_out(self, place: Option<OwnedFd>) -> io::Result<Option<OwnedFd>> {
-        let place = || place.map(File::from).ok_or(io::Error::from(io::ErrorKind::InvalidInput));
+    fn carry_out(self, namespace: Option<OwnedFd>) -> io::Result<Option<OwnedFd>> {
+        let namespace = || namespace.map(File::from).ok_or(io::Error::from(io::ErrorKind::InvalidInput));
         match self {
             Request::Namespace(path) => Ok(Some(open_namespace(&path)?.into())),
             Request::NewNamespace => Ok(Some(make_namespace()?.into())),
-            Request::Socket(kind) => entered(&place()?, || kind.open())?.map(Some),
-            Request::Tun => Ok(Some(entered(&place()?, open_tun)??.into())),
-            Request::Silence(device) => entered(&place()?, || disable_ipv6(&device))?.map(|()| None),
+            Request::Socket(kind) => entered(&namespace()?, || kind.open())?.map(Some),
+            Request::Tun => Ok(Some(entered(&namespace()?, open_tun)??.into())),
+            Request::DisableIpv6(device) => {
+                entered(&namespace()?, || disable_ipv6_here(&device))?.map(|()| None)
+            }
             Request::Mount(folder) => mount_bpffs(&folder).map(|()| None),
             Request::Unmount(folder) => unmount_bpffs(&folder).map(|()| None),
         }
@@ -397,8 +418,8 @@ fn make_namespace() -> io::Result<File> {
         if unsafe { libc::unshare(libc::CLONE_NEWNET) } < 0 {
             return Err(io::Error::last_os_error());
         }
-        disable_ipv6("all")?;
-        disable_ipv6("default")?;
+        disable_ipv6_here("all")?;
+        disable_ipv6_here("default")?;
         File::open("/proc/thread-self/ns/net")
     };
     // On a thread of its own, because a thread cannot return to its old namespace.
@@ -413,7 +434,7 @@ fn open_tun() -> io::Result<File> {
 }
 
 /// Disables IPv6 on a device in the calling thread's namespace.
-fn disable_ipv6(device: &str) -> io::Result<()> {
+fn disable_ipv6_here(device: &str) -> io::Result<()> {
     if device.is_empty() || device.len() > DEVICE_NAME_MAX || device.contains('/') || device.starts_with('.')
     {
         return Err(io::ErrorKind::InvalidInput.into());
@@ -489,7 +510,7 @@ mod tests {
             Request::Namespace(path()),
             Request::NewNamespace,
             Request::Tun,
-            Request::Silence("eth0".into()),
+            Request::DisableIpv6("eth0".into()),
             Request::Mount(path()),
             Request::Unmount(path()),
         ];
@@ -515,7 +536,7 @@ mod tests {
         let name = "vnethelper0";
         attach(&tun, name);
         assert!(has_device(&inside, name) && !has_device(&here, name));
-        helper.ask(&Request::Silence(name.into()), Some(there.as_fd())).unwrap();
+        helper.ask(&Request::DisableIpv6(name.into()), Some(there.as_fd())).unwrap();
         let value = entered(&there.into(), || {
             std::fs::read_to_string(format!("/proc/sys/net/ipv6/conf/{name}/disable_ipv6"))
         });
@@ -526,8 +547,8 @@ mod tests {
     fn nothing_else_is_done() {
         let helper = helper();
         let there = helper.ask(&Request::NewNamespace, None).unwrap().unwrap();
-        let ask = |request: Request, place: Option<BorrowedFd<'_>>| {
-            number(helper.ask(&request, place).unwrap_err())
+        let ask = |request: Request, namespace: Option<BorrowedFd<'_>>| {
+            number(helper.ask(&request, namespace).unwrap_err())
         };
         let file = tempfile::NamedTempFile::new().unwrap();
         for path in [file.path(), Path::new("/proc/self/ns/pid"), Path::new("/etc/shadow")] {
@@ -538,7 +559,7 @@ mod tests {
         assert_eq!(ask(Request::Socket(Kind::UDP), Some(file.as_file().as_fd())), Some(libc::EINVAL));
         for device in ["", "..", "../all", "a/b", "0123456789abcdef"] {
             assert_eq!(
-                ask(Request::Silence(device.into()), Some(there.as_fd())),
+                ask(Request::DisableIpv6(device.into()), Some(there.as_fd())),
                 Some(libc::EINVAL),
                 "{device}"
             );
@@ -550,6 +571,14 @@ mod tests {
         let mut room = [0; 4];
         receive(&socket, &mut room).unwrap();
         assert_eq!(i32::from_ne_bytes(room), libc::EINVAL);
+        // One that is too long is refused before it is sent, and by the helper, which goes on.
+        send(&socket, &vec![0; REQUEST_MAX + 1], None).unwrap();
+        receive(&socket, &mut room).unwrap();
+        assert_eq!(i32::from_ne_bytes(room), libc::EMSGSIZE);
+        drop(socket);
+        let long = PathBuf::from("/".repeat(REQUEST_MAX));
+        assert_eq!(ask(Request::Namespace(long), None), Some(libc::ENAMETOOLONG));
+        assert!(helper.ask(&Request::NewNamespace, None).is_ok());
     }
 
     #[test]

@@ -16,7 +16,7 @@ use netlink_sys::protocols::NETLINK_XFRM;
 
 use crate::helper::{self, Kind};
 
-/// An rtnetlink socket in the network namespace of the place where it was created ([`crate::helper`]).
+/// An rtnetlink socket in the thread's target namespace when it was created ([`crate::helper`]).
 pub(crate) struct Netlink(Socket);
 
 fn open() -> io::Result<Socket> {
@@ -26,7 +26,7 @@ fn open() -> io::Result<Socket> {
 }
 
 impl Netlink {
-    /// Opens the socket at this thread's place.
+    /// Opens the socket in the thread's target namespace.
     pub(crate) fn new() -> io::Result<Netlink> {
         let mut socket = open()?;
         socket.bind_auto()?;

@@ -16,11 +16,11 @@ mod interface_watch;
 mod meetings;
 mod metrics;
 mod overlay;
+mod privileges;
 mod rdma_engine;
 #[cfg(test)]
 mod reference;
 mod remote;
-mod rights;
 mod script;
 mod sealing;
 mod serve;
@@ -163,7 +163,7 @@ fn main() -> ExitCode {
     let result = match &args {
         Args { man: true, .. } => man(),
         Args { check: true, config, .. } => check(config),
-        Args { helper: true, .. } => rights::help().map_err(Into::into),
+        Args { helper: true, .. } => privileges::run_helper().map_err(Into::into),
         Args { detach: true, .. } => background::start().map_err(Into::into),
         Args { config, take_over, .. } => run(config, *take_over),
     };
@@ -301,7 +301,7 @@ fn connect(configuration: &Configuration) -> Result<Taker, Failure> {
 }
 
 fn run(file: &Path, take_over: bool) -> Result<(), Failure> {
-    rights::part()?;
+    privileges::separate()?;
     allow_files();
     let configuration = config::load(file)?;
     configuration.warnings.iter().for_each(|warning| tracing::warn!("{warning}"));

@@ -14,8 +14,8 @@ use crate::seal::OVERHEAD;
 
 /// How long `wait` polls before it sleeps.
 const SPIN_NS: u64 = 50_000;
-/// After this time `wait` lets other processes of its processor run between polls: one of them, such as vnetd on a path that is not
-/// the kernel's, may have the message. Messages that no process carries have arrived by then.
+/// After this time `wait` calls sched_yield(2) between polls. On a path through vnetd, vnetd may need this processor to deliver the message;
+/// on the kernel's path, a round trip takes less.
 const YIELD_NS: u64 = 10_000;
 /// Polls between two looks at the clock, each of which takes a tenth of a poll.
 const POLLS_A_LOOK: u32 = 4;

@@ -137,7 +137,7 @@ impl NetnsError {
 }
 
 impl Netns {
-    /// Runs `open` with this namespace as the place of what it opens ([`crate::helper`]). Returns the namespace's identity with the
+    /// Runs `open` with this namespace as the thread's target namespace ([`crate::helper::within`]). Returns the namespace's identity with the
     /// result.
     ///
     /// # Errors

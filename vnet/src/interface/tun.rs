@@ -84,7 +84,7 @@ struct IfReq {
     rest: [u8; 22],
 }
 
-/// Opens all queues and configures the device at this thread's place.
+/// Opens all queues and configures the device in the thread's target namespace.
 pub(super) fn open_queues(options: &TapOptions) -> Result<(Vec<File>, Accepts, Sight), TapError> {
     let fail = |step, error: io::Error, hint| TapError::Step {
         step,
@@ -122,7 +122,7 @@ pub(super) fn open_queues(options: &TapOptions) -> Result<(Vec<File>, Accepts, S
         files.push(file);
     }
     if options.silent {
-        helper::silence(&options.device).map_err(|error| fail("disable IPv6 on", error, ""))?;
+        helper::disable_ipv6(&options.device).map_err(|error| fail("disable IPv6 on", error, ""))?;
     }
     let sight = configure(options, existed).map_err(|error| fail("configure", error, ""))?;
     Ok((files, accepts, sight))
@@ -199,13 +199,13 @@ fn set_offloads(file: &File) -> io::Result<Accepts> {
     Ok(Accepts { uso: false, ..Accepts::ALL })
 }
 
-/// Index of a device at this thread's place.
+/// Index of a device in the thread's target namespace.
 pub(super) fn device_index(device: &str) -> Option<u32> {
     helper::device_index(device).ok()
 }
 
 /// Sets MAC address and MTU. For a device created here, also sets its queue length and GSO limit and sets it up. Runs in the
-/// namespace of this thread's place. Returns the resulting properties of the device.
+/// thread's target namespace. Returns the resulting properties of the device.
 fn configure(options: &TapOptions, existed: bool) -> io::Result<Sight> {
     let mut link = LinkMessage::default();
     link.header.index = device_index(&options.device).ok_or_else(io::Error::last_os_error)?;

@@ -116,7 +116,7 @@ impl Veth {
         }
         // Removes the pair when a later step fails, unless it has the container's addresses already.
         let unfinished = made.then(|| Unfinished(host.clone()));
-        if let Err(error) = helper::silence(&host).and_then(|()| device::isolate(&host)) {
+        if let Err(error) = helper::disable_ipv6(&host).and_then(|()| device::isolate(&host)) {
             // A TAP of the same name replaces the pair.
             let _ = remove(&host);
             std::mem::forget(unfinished);

@@ -83,7 +83,7 @@ impl Wire {
             })?;
         let (device, tap) = ((DEVICE.into(), index), (TAP.into(), sight.index as u32));
         let wire = Wire { file, device, tap, inheritance: None };
-        helper::silence(DEVICE).map_err(|error| fail("disable IPv6 on", error))?;
+        helper::disable_ipv6(DEVICE).map_err(|error| fail("disable IPv6 on", error))?;
         device::isolate(DEVICE).map_err(|error| fail("isolate", error))?;
         // Only vnetd's trials enter by the TAP, and a program takes them.
         device::forward(TAP).map_err(|error| fail("allow look-ups of routes for the TAP of", error))?;

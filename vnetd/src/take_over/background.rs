@@ -1,9 +1,9 @@
-//! `--take-over --detach`: the new vnetd goes on in the background. A service manager's reload needs that: its command has to end.
+//! `--take-over --detach`: runs the new vnetd in the background, because systemd waits for the command of `ExecReload=` to exit.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
 
-/// Starts this vnetd once more, without `--detach`, and returns when frames flow there: it then prints its one line.
+/// Runs `vnetd --take-over` with the other arguments of this process as a child, and returns when the child prints that it is ready.
 ///
 /// # Errors
 /// It has not taken over, and has said why on standard error.

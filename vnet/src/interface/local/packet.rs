@@ -87,7 +87,7 @@ pub(super) struct PacketSocket {
     pub(super) mtu: usize,
 }
 
-/// Opens the device at this thread's place. The socket receives its frames if it `listens`.
+/// Opens the device in the thread's target namespace. The socket receives its frames if it `listens`.
 pub(super) fn open(device_name: &str, promiscuous: bool, listens: bool) -> Result<PacketSocket, LocalError> {
     let device: String = device_name.chars().take(64).collect();
     let no_device = || LocalError::NoDevice(device.clone());

@@ -286,11 +286,11 @@ fn block(ports: &mut Vec<Socket>, local: IpAddr) -> io::Result<u16> {
 fn open(network: NetworkId, remote: SocketAddr, local: IpAddr, first: u16) -> io::Result<OwnedFd> {
     let here = Netlink::new()?;
     let namespace = helper::new_namespace()?;
-    let place = namespace.try_clone()?;
-    helper::within(place, || make((&here, &namespace), network, remote, local, first))?
+    let target = namespace.try_clone()?;
+    helper::within(target, || make((&here, &namespace), network, remote, local, first))?
 }
 
-/// Like [`open`], in the namespace `there`, which is this thread's place; datagrams leave from the namespace `here`.
+/// Like [`open`], with the new namespace `there` as the thread's target; the device sends its datagrams in vnetd's namespace, by the socket `here`.
 fn make(
     (here, there): (&Netlink, &File),
     network: NetworkId,

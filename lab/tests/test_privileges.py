@@ -1,4 +1,4 @@
-"""vnetd and its privileged helper: who has which rights, and what either does without the other."""
+"""Privilege separation: the capabilities of vnetd and of its helper, and what either does without the other."""
 
 import os
 import re
@@ -13,13 +13,13 @@ import standalone
 from vnetlab.run import run, wait_until
 
 ONLY_THE_HELPERS = {"sys_admin": 21, "sys_ptrace": 19, "dac_override": 1, "setuid": 7, "kill": 5}
-"""Rights by their bits (linux/capability.h)."""
+"""Capabilities by their bits (linux/capability.h)."""
 KEPT = {"net_admin": 12, "net_raw": 13, "bpf": 39}
 
 
 @pytest.fixture
 def process() -> Iterator[subprocess.Popen]:
-    """A process with all rights, in a network namespace of its own: finding that takes CAP_SYS_PTRACE."""
+    """A process with all capabilities, in a network namespace of its own: finding that takes CAP_SYS_PTRACE."""
     with subprocess.Popen(["unshare", "--net", "sleep", "infinity"]) as made:
         own = Path("/proc/self/ns/net").stat().st_ino
         wait_until("the namespace", lambda: Path(f"/proc/{made.pid}/ns/net").stat().st_ino != own, 60)
@@ -33,8 +33,8 @@ def inside(process: subprocess.Popen) -> list[str]:
     return ["nsenter", f"--net=/proc/{process.pid}/ns/net"]
 
 
-def rights(pid: int, which: str = "CapPrm") -> int:
-    """A set of rights of a process."""
+def capabilities(pid: int, which: str = "CapPrm") -> int:
+    """A capability set of a process."""
     return int(re.search(rf"^{which}:\s+(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)[1], 16)
 
 
@@ -53,7 +53,7 @@ def interfaces(process: subprocess.Popen) -> str:
     )
 
 
-def test_vnetd_has_few_rights_and_its_helper_no_threads_that_hear_others(tmp_path: Path, process: subprocess.Popen):
+def test_vnetd_has_few_capabilities_and_its_helper_hears_vnetd_only(tmp_path: Path, process: subprocess.Popen):
     """Every kind of interface opens in a namespace that only the helper can find and enter."""
     with standalone.vnetd(tmp_path, more=interfaces(process)) as vnetd:
         helper = helper_of(vnetd.pid)
@@ -63,10 +63,10 @@ def test_vnetd_has_few_rights_and_its_helper_no_threads_that_hear_others(tmp_pat
             assert "Seccomp:\t2" in text
         for which in ("CapPrm", "CapEff", "CapInh"):
             for name, bit in ONLY_THE_HELPERS.items():
-                assert not rights(vnetd.pid, which) >> bit & 1, f"{which} {name}"
+                assert not capabilities(vnetd.pid, which) >> bit & 1, f"{which} {name}"
         for bit in KEPT.values():
-            assert rights(vnetd.pid) >> bit & 1
-        assert rights(helper) >> ONLY_THE_HELPERS["sys_admin"] & 1
+            assert capabilities(vnetd.pid) >> bit & 1
+        assert capabilities(helper) >> ONLY_THE_HELPERS["sys_admin"] & 1
         assert "Seccomp:\t2" in Path(f"/proc/{helper}/status").read_text()
         # It listens to vnetd only: one socket, and standard error.
         files = [str(file.readlink()) for file in Path(f"/proc/{helper}/fd").iterdir()]

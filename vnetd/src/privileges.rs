@@ -1,5 +1,5 @@
-//! Two processes, two sets of rights: vnetd keeps what its data plane needs, its helper ([`vnet::helper`]) all that vnetd was started
-//! with. vnetd parts with the rest before it reads a foreign byte; no program that it might start would get it back (`no_new_privs`).
+//! Privilege separation: vnetd keeps the capabilities that its data plane needs, its helper ([`vnet::helper`]) all that vnetd was started
+//! with. vnetd drops the others before it reads a foreign byte, and cannot regain them (`no_new_privs`, no execve).
 
 use std::os::fd::AsFd;
 use std::os::unix::process::CommandExt;
@@ -10,8 +10,8 @@ use vnet::helper;
 
 use crate::confine;
 
-/// What vnetd keeps, of what it has: devices and their addresses; packet sockets; programs and maps of the kernel's own path, whose memory
-/// Linux 5.10 limits; the threads' priority; locked memory; owners of sockets; ports below 1024.
+/// Capabilities that vnetd keeps, if it has them: for devices and addresses; packet sockets; BPF programs and maps, whose memory counts as
+/// locked on Linux 5.10 (SYS_RESOURCE); real-time priority; locked memory; owners of sockets; ports below 1024.
 const KEPT: CapabilitySet = CapabilitySet::NET_ADMIN
     .union(CapabilitySet::NET_RAW)
     .union(CapabilitySet::BPF)
@@ -22,14 +22,14 @@ const KEPT: CapabilitySet = CapabilitySet::NET_ADMIN
     .union(CapabilitySet::CHOWN)
     .union(CapabilitySet::NET_BIND_SERVICE);
 
-/// Starts the helper, gives up the other rights, and confines this process. Call it before any thread starts.
+/// Starts the helper, drops the other capabilities, and confines this process. Call it before any thread starts.
 ///
 /// # Errors
 /// The helper cannot be started.
-pub fn part() -> Result<(), String> {
+pub fn separate() -> Result<(), String> {
     let failed = |error: std::io::Error| format!("cannot start vnetd's privileged helper: {error}");
     helper::start(Command::new("/proc/self/exe").arg0("vnetd").arg("--helper")).map_err(failed)?;
-    let give_up = || {
+    let drop_others = || {
         let CapabilitySets { effective, permitted, .. } = capabilities(None)?;
         let inheritable = CapabilitySet::empty();
         set_capabilities(
@@ -37,16 +37,17 @@ pub fn part() -> Result<(), String> {
             CapabilitySets { effective: effective & KEPT, permitted: permitted & KEPT, inheritable },
         )
     };
-    give_up().map_err(|error| format!("cannot give up rights that only the helper needs: {error}"))?;
+    drop_others().map_err(|error| format!("cannot drop capabilities that only the helper needs: {error}"))?;
     confine::begin(confine::Who::Vnetd);
     Ok(())
 }
 
-/// The helper, on standard input, until vnetd ends: a service manager that stops both by a signal lets vnetd end first.
+/// Serves vnetd's requests on standard input until vnetd ends. Ignores SIGTERM, which systemd sends to all processes of the unit: vnetd
+/// needs the helper until its end.
 ///
 /// # Errors
 /// Standard input cannot be used.
-pub fn help() -> std::io::Result<()> {
+pub fn run_helper() -> std::io::Result<()> {
     rustix::thread::set_name(c"vnetd-helper")?;
     for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGHUP] {
         // SAFETY: ignoring a signal runs no code.
