@@ -20,6 +20,11 @@ TUN_PAIR = Path(__file__).parent / "tun_pair.py"
 TUN_S = 10
 CONGESTION_CONTROL = "cubic"
 """Of all nodes: another, like BBR on some cloud images, changes what a path reaches by factors."""
+ALLOW = f"""
+allowed=/proc/sys/net/ipv4/tcp_allowed_congestion_control
+grep -qw {CONGESTION_CONTROL} $allowed || echo "$(cat $allowed) {CONGESTION_CONTROL}" >$allowed
+"""
+"""A machine's setting: only what it allows to all users can be the default of another network namespace."""
 BUCKETS = {
     Wire.GIGABIT: ["rate", "1gbit", "burst", "256kb", "latency", "10ms"],
     Wire.TEN_GIGABIT: ["rate", "10gbit", "burst", "1mb", "latency", "5ms"],
@@ -59,6 +64,8 @@ def create(topology: Topology) -> None:
 
 def add_namespace(name: str) -> None:
     """Creates a network namespace with loopback up, and with Linux's default for TCP instead of the machine's."""
+    place = remote.machine_of(name)
+    run(remote.ssh(place, ALLOW) if place else ["sh", "-c", ALLOW])
     run(["ip", "netns", "add", name])
     run(["ip", "netns", "exec", name, "sysctl", "-q", f"net.ipv4.tcp_congestion_control={CONGESTION_CONTROL}"])
     run(["ip", "-n", name, "link", "set", "lo", "up"])
