@@ -104,9 +104,10 @@ def with_direct_ports(text: str, topology: Topology, host: Node) -> str:
     return text
 
 
-def on_the_lan(text: str) -> str:
-    """Replaces a host's links by its underlay device itself: frames of its machines leave without encapsulation."""
-    return text.partition("[[link]]")[0] + '[[interface]]\nname = "lan"\nkind = "local"\ndevice = "eth0"\n'
+def on_the_lan(text: str, mtu: int) -> str:
+    """Replaces a host's links by its underlay device itself, of this MTU: its machines' frames leave unencapsulated."""
+    lan = f'[[interface]]\nname = "lan"\nkind = "local"\ndevice = "eth0"\nmtu = {mtu}\n'
+    return text.partition("[[link]]")[0] + lan
 
 
 def keys(topology: Topology) -> Path:

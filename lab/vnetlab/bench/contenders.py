@@ -426,7 +426,7 @@ class Vnet:
                     section = replace(self, dispatch=self._pinned(host)).section()
                     bridge = "".join(f"{line}\n" for line in ["[bridge]", *_lines(self.bridge)])
                     text = daemon.configuration(topology, host, interface).replace("[bridge]\n", bridge)
-                    text = daemon.on_the_lan(text) if self.lan else text
+                    text = daemon.on_the_lan(text, topology.settings.underlay_mtu) if self.lan else text
                     if self.direct:
                         text = daemon.with_direct_ports(text, topology, host)
                     text += section + more
