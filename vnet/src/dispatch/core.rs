@@ -291,10 +291,12 @@ impl Core {
         let interfaces = parts.interfaces.iter().map(interface);
         self.shared.learned().name_ports(interfaces.chain(parts.links.iter().map(link)).collect());
         let path = self.shared.kernel_path();
-        if let Some(wire) = path.and_then(|path| path.wire(&parts.links, &self.courier, &self.bridge_stats)) {
-            parts.feeders.push((PortId::NONE, wire));
+        let wire = path.and_then(|path| path.wire(&parts.links, &self.courier, &self.bridge_stats));
+        if let Some(wire) = &wire {
+            parts.feeders.push((PortId::NONE, wire.clone()));
         }
-        let setup = Setup::new(parts);
+        let mut setup = Setup::new(parts);
+        setup.wire = wire.map(|wire| wire as _);
         tracing::debug!("a setup is made");
         // Before any frame leaves on a new link: senders need the link's route.
         self.prober.set_links(setup.peers.links());

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use super::arrival::Prediction;
 use super::dispatcher_stats::DispatcherStats;
 use super::pending::Pending;
-use super::setup::{Port, Setup};
+use super::setup::{Port, SendNeighbours, Setup};
 use super::timeline::Recorder;
 use crate::frame::{BATCH_MAX, Batch, DropSink, Frame, Origin, PortId, Selection};
 use crate::interface::interrupts::CHECK_AFTER_MAX;
@@ -50,6 +50,8 @@ pub(super) struct Forwarder {
     pub(super) touched: Vec<PortId>,
     /// Frames of one list, by destination queue.
     by_queue: Vec<Vec<u16>>,
+    /// Frames of one list that do not leave by the wire.
+    rest: Vec<u16>,
     /// Answers that replace frames of the current batch.
     answers: Batch,
     /// Guests that may still need a notification.
@@ -73,6 +75,7 @@ impl Forwarder {
             lists: vec![],
             touched: vec![],
             by_queue: vec![],
+            rest: Vec::with_capacity(BATCH_MAX),
             answers: Batch::new(),
             pending: Pending::default(),
             burst_starts: 0,
@@ -260,7 +263,15 @@ impl Forwarder {
                     }
                 }
             },
-            Some(Port::Link(port)) => self.sender.send(&port.link, frames, drops),
+            Some(Port::Link(port)) => match wire_of(&self.setup, frames) {
+                None => self.sender.send(&port.link, frames, drops),
+                Some(wire) => {
+                    wire.send_neighbours(&port.link, frames, (drops, &mut self.rest), self.now_ms);
+                    if !self.rest.is_empty() {
+                        self.sender.send(&port.link, frames.only(&self.rest), drops);
+                    }
+                }
+            },
             None => {
                 for (index, frame) in frames.frames() {
                     if let Some(port) = self.setup.port(frame.from) {
@@ -271,6 +282,14 @@ impl Forwarder {
         }
         self.record(|recorder, now| recorder.delivered(id, now));
     }
+}
+
+/// The wire, if `frames` came up from a guest whose known flows the kernel forwards.
+fn wire_of<'a>(setup: &'a Setup, frames: Selection<'_>) -> Option<&'a dyn SendNeighbours> {
+    let wire = setup.wire.as_deref()?;
+    let (_, first) = frames.frames().next()?;
+    // A batch with a guest's frame has no frames of other ports.
+    setup.interface(first.from)?.interface.kernel_device().map(|_| wire)
 }
 
 /// Appends the reply to a guest's ARP request or neighbour solicitation for a published neighbour to `answers`. Returns false

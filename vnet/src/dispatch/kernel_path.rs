@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 use arc_swap::{ArcSwap, ArcSwapOption};
 use parking_lot::{Mutex, MutexGuard};
 
-use super::setup::{Feeder, InterfacePort, LinkPort, Port, Setup};
+use super::setup::{InterfacePort, LinkPort, Port, Setup};
 use super::tunnels::Tunnels;
 use super::wire_path::WirePath;
 use crate::frame::{NetworkId, PortId};
@@ -251,13 +251,13 @@ impl KernelPath {
         &self.installer.kernel
     }
 
-    /// The wire's source of frames, for a setup with `links`. Opens the wire if one of them may use it.
+    /// The wire, for a setup with `links`. Opens the wire if one of them may use it.
     pub(super) fn wire(
         &self,
         links: &[LinkPort],
         courier: &Courier,
         strangers: &Arc<PortStats>,
-    ) -> Option<Arc<dyn Feeder>> {
+    ) -> Option<Arc<WirePath>> {
         if let Some(wire) = self.wire.load_full() {
             return Some(wire);
         }

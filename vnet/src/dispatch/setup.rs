@@ -7,7 +7,7 @@ use arc_swap::ArcSwap;
 
 use super::mode::{Drive, Mode, ModeSettings};
 use super::observers::Observers;
-use crate::frame::PortId;
+use crate::frame::{DropSink, PortId, Selection};
 use crate::interface::Interface;
 use crate::link::{Link, Peers, ReceiverParts, stream};
 use crate::route::{AddressGuard, Member, NetworkSpec, PortKind, Published, Router, Rule, Table};
@@ -85,6 +85,19 @@ pub trait Feeder: Send + Sync {
     fn source(self: Arc<Self>, port: PortId, parts: SourceParts) -> Box<dyn Source>;
 }
 
+/// A way past the other host's vnetd, which may have died.
+pub(super) trait SendNeighbours: Send + Sync {
+    /// Sends ARP and ND frames for single stations behind `link`, if the other host's vnetd is silent, and counts
+    /// what is dropped. `to`: the sink, and a list that gets the indices of all other frames.
+    fn send_neighbours(
+        &self,
+        link: &Link,
+        frames: Selection<'_>,
+        to: (&mut DropSink, &mut Vec<u16>),
+        now_ms: u64,
+    );
+}
+
 /// A source of frames in a setup: a queue of an interface, a connection of a stream link, or another feeder.
 #[derive(Clone)]
 pub(super) struct Feed {
@@ -143,6 +156,8 @@ pub struct Setup {
     /// Active observers.
     pub(super) observers: Observers,
     feeders: Vec<(PortId, Arc<dyn Feeder>)>,
+    /// The wire, if a link may use it.
+    pub(super) wire: Option<Arc<dyn SendNeighbours>>,
 }
 
 impl Setup {
@@ -174,14 +189,15 @@ impl Setup {
             assert!(ports[id.index()].replace(port).is_none(), "two ports are number {id:?}");
         }
         let (observers, feeders) = (parts.observers, parts.feeders);
-        Setup { generation: 0, ports, peers: Arc::new(Peers::build(&links)), table, observers, feeders }
+        let peers = Arc::new(Peers::build(&links));
+        Setup { generation: 0, ports, peers, table, observers, feeders, wire: None }
     }
 
     /// A copy of the setup with other observers; shares table, ports, peers and generation.
     pub(super) fn with(&self, observers: Observers) -> Setup {
         let (ports, peers, table) = (self.ports.clone(), self.peers.clone(), self.table.clone());
-        let (generation, feeders) = (self.generation, self.feeders.clone());
-        Setup { generation, ports, peers, table, observers, feeders }
+        let (generation, feeders, wire) = (self.generation, self.feeders.clone(), self.wire.clone());
+        Setup { generation, ports, peers, table, observers, feeders, wire }
     }
 
     /// True when a capture is active.

@@ -4,6 +4,10 @@
 //! ([`Link::wire_remote`]). Trials show whether it works (`link/native/wire_state.rs`). Frames that arrive by the wire are checked
 //! twice: programs drop those from addresses of no such link; a frame that comes up is checked against the dispatcher's own setup, as a
 //! datagram of the link would be.
+//!
+//! ARP and ND between known stations come up. If the other host's vnetd is silent, they leave by the wire: it has probably died, and
+//! native datagrams would be lost, but the kernel there still forwards what the wire brings. So neighbours go on to answer each other's
+//! probes, of which hosts send three, a second apart.
 
 use std::io;
 use std::net::SocketAddrV4;
@@ -11,9 +15,9 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::setup::{Feeder, Port, Setup, SetupView, SourceParts};
+use super::setup::{Feeder, Port, SendNeighbours, Setup, SetupView, SourceParts};
 use super::tunnels::Tunnels;
-use crate::frame::{Batch, DropSink, FRAME_MAX, NetworkId, Origin, PortId};
+use crate::frame::{Batch, DropSink, FRAME_MAX, Frame, NetworkId, Origin, PortId, Selection};
 use crate::interface::wire::{OVERHEAD, PACKET_MAX, Wire, is_trial};
 use crate::kernel::{Attached, Destination, Kernel, Sources, Target, WireHead};
 use crate::link::{Courier, Link};
@@ -21,11 +25,14 @@ use crate::poll::Waker;
 use crate::source::{Source, Taken};
 use crate::stats::{DiscardReason, DropReason, PortStats};
 use crate::wire::ethernet::VLAN_TAG_LEN;
-use crate::wire::offload::{F_NEEDS_CSUM, Offload, VIRTIO_NET_HDR_LEN};
+use crate::wire::neighbour::is_neighbours;
+use crate::wire::offload::{F_NEEDS_CSUM, GSO_NONE, Offload, VIRTIO_NET_HDR_LEN};
 use crate::wire::vxlan::WIRE_PORT;
 
 /// Maximum number of IP fragments of one frame.
 const FRAGMENTS_MAX: usize = 8;
+/// Silence in milliseconds after which another host's vnetd counts as dead: it announces the wire once a second.
+const DEAD_MS: u64 = 1_500;
 /// Bytes before a frame that came up: virtio-net header and head.
 const START: usize = VIRTIO_NET_HDR_LEN + WireHead::LEN;
 /// Bytes of a frame's two addresses.
@@ -121,6 +128,33 @@ impl WirePath {
     }
 }
 
+impl SendNeighbours for WirePath {
+    fn send_neighbours(
+        &self,
+        link: &Link,
+        frames: Selection<'_>,
+        (drops, rest): (&mut DropSink, &mut Vec<u16>),
+        now_ms: u64,
+    ) {
+        rest.clear();
+        let is_silent = link.heard_ms().is_none_or(|heard_ms| now_ms > heard_ms + DEAD_MS);
+        let remote = link.wire_remote().filter(|_| is_silent && link.is_wire_ready(now_ms));
+        for (index, frame) in frames.frames() {
+            let (Some(remote), Some(bytes)) = (remote, neighbours_frame(frames.batch, frame)) else {
+                rest.push(index);
+                continue;
+            };
+            match self.wire.send(bytes, remote, frame.network.get()) {
+                Ok(()) => link.stats().delivered(1, bytes.len() as u64),
+                Err(error) => {
+                    let reason = DropReason::of_refusal(error.raw_os_error().unwrap_or(libc::EIO));
+                    drops.dropped(link.stats(), reason, index, 1);
+                }
+            }
+        }
+    }
+}
+
 impl Feeder for WirePath {
     fn source(self: Arc<Self>, _port: PortId, parts: SourceParts) -> Box<dyn Source> {
         Box::new(WireSource { path: self, setup: parts.setup, drained: false, waker: None })
@@ -206,6 +240,15 @@ impl Source for WireSource {
     }
 }
 
+/// The bytes of an ARP or ND frame for one station. `None` for other frames, and for one that is longer than a head or lacks its
+/// checksum: no station sends such a one.
+fn neighbours_frame<'a>(batch: &'a Batch, frame: &Frame) -> Option<&'a [u8]> {
+    let head = batch.head(frame);
+    let is_complete = frame.offload.flags & F_NEEDS_CSUM == 0 && frame.offload.gso_type == GSO_NONE;
+    (!frame.dst.is_multicast() && head.len() == frame.len() && is_complete && is_neighbours(head))
+        .then_some(head)
+}
+
 /// The link of `setup` over which a frame with `head` arrived.
 fn link_at<'a>(setup: &'a Setup, head: &WireHead) -> Option<&'a Arc<Link>> {
     let Port::Link(port) = setup.port(head.from())? else { return None };
@@ -268,6 +311,32 @@ mod tests {
         let (_, tagged) = restore(&mut room).unwrap();
         assert_eq!(tagged, head);
         assert_eq!(room[START..], [&frame[..12], &tag, &frame[12..]].concat());
+    }
+
+    #[test]
+    fn only_whole_frames_for_one_station_leave_in_place_of_native_datagrams() {
+        let arp = |first: u8| {
+            let mut frame = [0; 42];
+            (frame[0], frame[12], frame[13]) = (first, 8, 6);
+            frame
+        };
+        let whole = Offload::default();
+        let partial = Offload { flags: F_NEEDS_CSUM, csum_start: 34, csum_offset: 6, ..whole };
+        let mut other = arp(2);
+        other[13] = 0;
+        let origin = Origin { port: PortId(1), network: NetworkId::DEFAULT };
+        for (frame, offload, leaves) in [
+            (arp(2), whole, true),
+            (arp(0xff), whole, false),
+            (arp(2), partial, false),
+            (other, whole, false),
+        ] {
+            let mut batch = Batch::new();
+            batch.spare(frame.len()).unwrap()[..frame.len()].copy_from_slice(&frame);
+            batch.push_spare(0, frame.len(), origin, offload).unwrap();
+            let found = neighbours_frame(&batch, batch.frame(0));
+            assert_eq!(found, leaves.then_some(&frame[..]), "{frame:?} {offload:?}");
+        }
     }
 
     #[test]

@@ -2,13 +2,14 @@
 //!
 //! The device is external: programs set the destination host and network of each frame that leaves (`bpf_skb_set_tunnel_key`), and
 //! read source host and network of each that arrives. Frames without a verdict come up by the TAP, behind a head with both
-//! (`kernel/programs/from_wire.h`). A frame that vnetd writes to the TAP is a trial: it leaves for the host that it contains.
+//! (`kernel/programs/from_wire.h`). A frame that vnetd writes to the TAP leaves for the host that its tail contains
+//! (`kernel/programs/to_wire.h`): a trial of the wire, or a frame that must reach a host whose vnetd may have died.
 //!
 //! The TAP is opened first. The kernel lets only one process open it, so a second vnetd of the same network namespace has no wire, and
 //! an existing device is that of a vnetd that has died. It still forwards that vnetd's flows, so the next one adopts it.
 
 use std::fs::File;
-use std::io::{self, Read, Write};
+use std::io::{self, IoSlice, Read, Write};
 use std::net::Ipv4Addr;
 use std::sync::Arc;
 
@@ -24,7 +25,7 @@ use crate::inherit::{Inheritance, WIRE};
 use crate::netlink::{self, Netlink};
 use crate::wire::ethernet::HEADER_LEN;
 use crate::wire::offload::VIRTIO_NET_HDR_LEN;
-use crate::wire::vxlan::TRIAL_REMOTE;
+use crate::wire::vxlan::WireTail;
 
 const DEVICE: &str = "vnet-wire";
 const TAP: &str = "vnet-wire-tap";
@@ -126,7 +127,18 @@ impl Wire {
 
     /// Sends a trial to `remote`. One that cannot be sent counts as lost.
     pub fn try_out(&self, remote: Ipv4Addr) {
-        let _ = (&self.file).write(&[&[0; VIRTIO_NET_HDR_LEN][..], &trial(remote)].concat());
+        let _ = self.send(&trial(), remote, 0);
+    }
+
+    /// Sends a frame of `network`, with complete checksums, to `remote`.
+    ///
+    /// # Errors
+    /// As `write`.
+    pub fn send(&self, frame: &[u8], remote: Ipv4Addr, network: u32) -> io::Result<()> {
+        let tail = WireTail { remote: remote.to_bits(), network }.bytes();
+        let parts = [IoSlice::new(&[0; VIRTIO_NET_HDR_LEN]), IoSlice::new(frame), IoSlice::new(&tail)];
+        // The TAP takes a frame whole or not at all.
+        (&self.file).write_vectored(&parts).map(drop)
     }
 
     /// The TAP's descriptor, readable while frames are waiting.
@@ -150,12 +162,11 @@ impl Drop for Wire {
     }
 }
 
-/// A trial for `remote`. The source is a valid station address, the destination is zero.
-fn trial(remote: Ipv4Addr) -> [u8; TRIAL_LEN] {
+/// A trial. The source is a valid station address, the destination is zero.
+fn trial() -> [u8; TRIAL_LEN] {
     let mut frame = [0; TRIAL_LEN];
     frame[6] = 2;
     frame[12..14].copy_from_slice(&TRIAL_TYPE);
-    frame[TRIAL_REMOTE..TRIAL_REMOTE + 4].copy_from_slice(&remote.octets());
     frame
 }
 
@@ -217,8 +228,8 @@ mod tests {
 
     #[test]
     fn a_trial_is_no_stations_frame() {
-        let mut frame = trial(Ipv4Addr::new(192, 0, 2, 2));
-        assert_eq!(frame[12..18], [0x88, 0xb5, 192, 0, 2, 2]);
+        let mut frame = trial();
+        assert_eq!(frame[12..14], [0x88, 0xb5]);
         assert!(is_trial(&frame));
         frame[0] = 2;
         assert!(!is_trial(&frame), "a station's");

@@ -53,6 +53,8 @@ mod hooks;
 #[cfg(test)]
 mod load_tests;
 mod mapping;
+#[cfg(test)]
+mod neighbour_tests;
 mod netkit;
 mod pins;
 #[cfg(test)]
@@ -419,7 +421,7 @@ impl Kernel {
             ports.insert(tap.1, value(device.1), 0)?;
             ports.insert(device.1, value(tap.1), 0)?;
         }
-        attached.hooks.extend(self.attach_program("try_wire", tap, Stays::Never)?);
+        attached.hooks.extend(self.attach_program("core_to_wire", tap, Stays::Never)?);
         attached.hooks.extend(self.attach_program("from_wire", device, Stays::Always)?);
         Ok(attached)
     }

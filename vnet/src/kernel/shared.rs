@@ -59,6 +59,9 @@ pub(super) const TO_INTERFACE: u16 = 1;
 pub(super) const TO_LINK: u16 = 2;
 /// `namespace` of a guest whose namespace is unknown.
 pub(super) const NO_NAMESPACE: u32 = u32::MAX;
+/// Age of the leases' clock at which vnetd counts as dead.
+#[cfg(test)]
+pub(super) const DEAD_NS: u64 = 1_000_000_000;
 /// Maximum number of links whose datagrams programs take: all links of a host.
 #[cfg(test)]
 const PEERS_MAX: u32 = 4096;
@@ -213,7 +216,7 @@ unsafe impl Pod for PeerValue {}
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::wire::vxlan::{SUPER_FRAME_MAX, TRIAL_REMOTE, WIRE_PORT};
+    use crate::wire::vxlan::{SUPER_FRAME_MAX, WIRE_PORT, WireTail};
     use std::fmt::Write;
     use std::mem::offset_of;
     use std::path::Path;
@@ -247,6 +250,7 @@ mod tests {
             "peer_key" = PeerKey { remote, port, zero }
             "peer" = PeerValue { from, zero, device, local, coalesced_ns }
             "wire_head" = WireHead { remote, network, from, zero }
+            "wire_tail" = WireTail { remote, network }
             "tally" = Tally { frames, bytes, used_ns, zero }
             "state" = State { versions, generation, clock_ns, end_ns }
         };
@@ -259,7 +263,7 @@ mod tests {
             ("NO_NAMESPACE", NO_NAMESPACE as usize),
             ("WIRE_PORT", WIRE_PORT.into()),
             ("SUPER_FRAME_MAX", SUPER_FRAME_MAX),
-            ("TRIAL_REMOTE", TRIAL_REMOTE),
+            ("DEAD_NS", DEAD_NS as usize),
         ] {
             writeln!(ours, "{name} {ours_is}").unwrap();
             writeln!(probe, "printf(\"{name} %zu\\n\", (size_t){name});").unwrap();

@@ -5,6 +5,7 @@
 //! duplicate address detection (the sender has no address yet) and frames with VLAN tags are flooded as usual.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::ops::RangeInclusive;
 
 use super::checksum::Sum;
 use super::ethernet::{self, ETHERTYPE_ARP, ETHERTYPE_IPV6, HEADER_LEN, Mac};
@@ -18,6 +19,8 @@ const ARP_LEN: usize = 28;
 const ARP_KIND: [u8; 6] = [0, 1, 8, 0, 6, 4];
 const ARP_REQUEST: u16 = 1;
 const ARP_REPLY: u16 = 2;
+/// Types of ND messages, from router solicitation to redirect.
+const ND: RangeInclusive<u8> = 133..=137;
 const SOLICITATION: u8 = 135;
 const SOLICITATION_LEN: usize = 24;
 const ADVERTISEMENT: u8 = 136;
@@ -37,6 +40,19 @@ pub struct Question {
     pub from: IpAddr,
     /// The IP address to resolve.
     pub target: IpAddr,
+}
+
+/// True for a frame of ARP or ND without a VLAN tag.
+#[inline]
+pub fn is_neighbours(frame: &[u8]) -> bool {
+    let byte = |at: usize| frame.get(HEADER_LEN + at).copied();
+    match frame.get(HEADER_LEN - 2..HEADER_LEN) {
+        Some(ethertype) if ethertype == ETHERTYPE_ARP.to_be_bytes() => true,
+        Some(ethertype) if ethertype == ETHERTYPE_IPV6.to_be_bytes() => {
+            byte(6) == Some(ICMPV6) && byte(IPV6_LEN).is_some_and(|kind| ND.contains(&kind))
+        }
+        _ => false,
+    }
 }
 
 /// Parses a request. `None` for all other frames, and for a request that only its target may answer.
@@ -173,12 +189,24 @@ mod tests {
         reply.extend([OWNER.0.as_slice(), &[10, 0, 0, 2], &ASKER.0, &[10, 0, 0, 1]].concat());
         assert_eq!(frame[..length], reply);
         assert_eq!(question(&frame[..length]), None, "a reply is not a request");
+        assert!(is_neighbours(&frame[..length]) && is_neighbours(&request([10, 0, 0, 1], [10, 0, 0, 2])));
+        frame[13] = 0;
+        assert!(!is_neighbours(&frame[..length]), "IPv4");
+        (0..HEADER_LEN).for_each(|len| assert!(!is_neighbours(&frame[..len])));
     }
 
     #[test]
     fn solicitations_are_answered_for_the_owner() {
         let (from, target): (Ipv6Addr, Ipv6Addr) = ("fd00::1".parse().unwrap(), "fd00::2".parse().unwrap());
         let mut asking = solicit(from, target);
+        let is = |at: usize, value: u8| {
+            let mut frame = asking.clone();
+            frame[at] = value;
+            is_neighbours(&frame)
+        };
+        assert!(is(54, SOLICITATION) && is(54, ADVERTISEMENT) && is(54, 133) && is(54, 137));
+        assert!(!is(54, 128) && !is(54, 138) && !is(20, 17), "an echo, a node query, UDP");
+        assert!((0..55).all(|len| !is_neighbours(&asking[..len])));
         let asked = question(&asking).unwrap();
         assert_eq!(asked, Question { asker: ASKER, from: from.into(), target: target.into() });
         let mut frame = [0xaa; ANSWER_MAX];

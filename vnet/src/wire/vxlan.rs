@@ -20,11 +20,27 @@ pub const WIRE_PORT: u16 = 9789;
 /// Longest TSO frame in bytes that takes the wire: with the headers of IPv4 (20), UDP (8) and VXLAN around it, it still fits into one
 /// IP packet.
 pub const SUPER_FRAME_MAX: usize = 65_535 - 20 - 8 - HEADER_LEN;
-/// Offset of the other host's IPv4 address in a trial of the wire: behind the Ethernet header.
-pub const TRIAL_REMOTE: usize = ethernet::HEADER_LEN;
 
 /// The I flag.
 const VALID: u8 = 0x08;
+
+/// Tail of a frame that vnetd sends by the wire, for the program that sends it.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct WireTail {
+    /// The other host's IPv4 address.
+    pub remote: u32,
+    /// The network id (VNI).
+    pub network: u32,
+}
+
+impl WireTail {
+    /// Its bytes.
+    pub fn bytes(&self) -> [u8; size_of::<WireTail>()] {
+        let ([a, b, c, d], [e, f, g, h]) = (self.remote.to_ne_bytes(), self.network.to_ne_bytes());
+        [a, b, c, d, e, f, g, h]
+    }
+}
 
 /// Reason to refuse a VXLAN packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]

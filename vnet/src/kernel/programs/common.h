@@ -108,6 +108,11 @@ INLINE long to_guest(struct __sk_buff *skb, __u32 device, __u32 own_address)
 #define ETH_LEN 14
 #define ETH_P_IP_BE __builtin_bswap16(0x0800)
 #define ETH_P_IPV6_BE __builtin_bswap16(0x86dd)
+#define ETH_P_ARP_BE __builtin_bswap16(0x0806)
+#define ICMPV6 58
+/* RFC 4861: from router solicitation to redirect. */
+#define ND_FIRST 133
+#define ND_LAST 137
 #define TCP 6
 #define UDP 17
 #define BPF_TCP_LISTEN 10
@@ -161,6 +166,28 @@ INLINE int may_leave_tunnel(struct __sk_buff *skb, __u32 at, const struct flow *
 	return ends;
 }
 
+/* Whether the frame is of ARP or neighbour discovery (ND). */
+INLINE int is_neighbours(struct __sk_buff *skb)
+{
+	__u32 protocol = *(volatile __u32 *)&skb->protocol;
+	__u8 next, type;
+
+	if (protocol == ETH_P_ARP_BE)
+		return 1;
+	if (protocol != ETH_P_IPV6_BE || bpf_skb_load_bytes(skb, ETH_LEN + 6, &next, 1) || next != ICMPV6 ||
+	    bpf_skb_load_bytes(skb, ETH_LEN + 40, &type, 1))
+		return 0;
+	return type >= ND_FIRST && type <= ND_LAST;
+}
+
+INLINE int is_vnetd_alive(__u64 now_ns)
+{
+	__u32 zero = 0;
+	const struct state *is = bpf_map_lookup_elem(&state, &zero);
+
+	return is && now_ns < is->clock_ns + DEAD_NS;
+}
+
 /* A frame's valid verdict, and what the flow's tally gets for the frame. */
 struct verdict {
 	struct flow flow;
@@ -192,6 +219,9 @@ INLINE int find(struct __sk_buff *skb, __u32 at, __u16 from, __u32 network, stru
 		return 0;
 	to->now_ns = now();
 	if (!holds(flow, to->now_ns))
+		return 0;
+	/* vnetd decides about ARP and ND. When it has died, established flows still need their neighbours' answers. */
+	if (!at && is_neighbours(skb) && is_vnetd_alive(to->now_ns))
 		return 0;
 	if (skb->vlan_present)
 		len += VLAN_TAG;

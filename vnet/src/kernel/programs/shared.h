@@ -118,8 +118,14 @@ struct wire_head {
 	__u16 zero[3];
 };
 
-/* Offset of the destination host's IPv4 address in a trial, in network byte order. */
-#define TRIAL_REMOTE 14
+/* Tail of a frame that vnetd sends by the wire: the destination host's IPv4 address, in host byte order, and the network. */
+struct wire_tail {
+	__u32 remote;
+	__u32 network;
+};
+
+/* Age of the leases' clock at which vnetd counts as dead, in ns: four rounds of its renewer. */
+#define DEAD_NS 1000000000ULL
 
 /* The current state that every verdict is compared with; vnetd writes to it without a system call. */
 struct state {

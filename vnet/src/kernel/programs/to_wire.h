@@ -1,4 +1,4 @@
-/* Frames that leave by the wire, and ingress of the wire's TAP, where vnetd sends trials. */
+/* Frames that leave by the wire, and ingress of the wire's TAP, where vnetd sends frames by the wire. */
 
 /* Bytes that one call adds or removes at most, a multiple of 4 below the kernel's limit of 4 095. */
 #define ROOM_MAX 4080
@@ -308,13 +308,18 @@ INLINE long split(struct __sk_buff *skb, struct flow *flow, __u32 network, struc
 	return write_head(skb, out, ETH_LEN + IP_LEN + REST) ? TC_ACT_SHOT : bpf_redirect(flow->underlay, 0);
 }
 
-SEC("classifier/try_wire")
-int try_wire(struct __sk_buff *skb)
+SEC("classifier/core_to_wire")
+int core_to_wire(struct __sk_buff *skb)
 {
-	__u32 device = skb->ifindex, remote;
+	__u32 device = skb->ifindex, len = *(volatile __u32 *)&skb->len;
 	struct port *port = bpf_map_lookup_elem(&ports, &device);
+	struct wire_tail tail;
 
-	if (!port || bpf_skb_load_bytes(skb, TRIAL_REMOTE, &remote, sizeof(remote)))
+	if (!port || len < ETH_LEN + sizeof(tail))
 		return TC_ACT_SHOT;
-	return to_wire(skb, port->other, __builtin_bswap32(remote), 0);
+	device = port->other;
+	len -= sizeof(tail);
+	if (bpf_skb_load_bytes(skb, len, &tail, sizeof(tail)) || bpf_skb_change_tail(skb, len, 0))
+		return TC_ACT_SHOT;
+	return to_wire(skb, device, tail.remote, tail.network);
 }
