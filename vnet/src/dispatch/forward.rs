@@ -6,6 +6,7 @@
 //! Neighbour suppression: an ARP or neighbour solicitation for a published neighbour
 //! ([`Published::neighbours`](crate::route::Published)) is answered here, to its ingress port, instead of being flooded.
 
+use std::net::Ipv4Addr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -16,7 +17,7 @@ use super::setup::{Port, SendNeighbours, Setup};
 use super::timeline::Recorder;
 use crate::frame::{BATCH_MAX, Batch, DropSink, Frame, Origin, PortId, Selection};
 use crate::interface::interrupts::CHECK_AFTER_MAX;
-use crate::link::Sender;
+use crate::link::{Link, Sender};
 use crate::route::{Decision, Router, Verdicts};
 use crate::source::InPlace;
 use crate::stats::DropReason;
@@ -263,10 +264,10 @@ impl Forwarder {
                     }
                 }
             },
-            Some(Port::Link(port)) => match wire_of(&self.setup, frames) {
+            Some(Port::Link(port)) => match past_vnetd(&self.setup, &port.link, frames, self.now_ms) {
                 None => self.sender.send(&port.link, frames, drops),
-                Some(wire) => {
-                    wire.send_neighbours(&port.link, frames, (drops, &mut self.rest), self.now_ms);
+                Some((wire, remote)) => {
+                    wire.send_neighbours((&port.link, remote), frames, (drops, &mut self.rest));
                     if !self.rest.is_empty() {
                         self.sender.send(&port.link, frames.only(&self.rest), drops);
                     }
@@ -284,12 +285,20 @@ impl Forwarder {
     }
 }
 
-/// The wire, if `frames` came up from a guest whose known flows the kernel forwards.
-fn wire_of<'a>(setup: &'a Setup, frames: Selection<'_>) -> Option<&'a dyn SendNeighbours> {
+/// The wire and the address of the other host of `link`, if that host's vnetd seems to be dead and `frames` came up from a guest whose
+/// known flows the kernel forwards.
+fn past_vnetd<'a>(
+    setup: &'a Setup,
+    link: &Link,
+    frames: Selection<'_>,
+    now_ms: u64,
+) -> Option<(&'a dyn SendNeighbours, Ipv4Addr)> {
     let wire = setup.wire.as_deref()?;
+    let remote = wire.past_vnetd(link, now_ms)?;
     let (_, first) = frames.frames().next()?;
     // A batch with a guest's frame has no frames of other ports.
-    setup.interface(first.from)?.interface.kernel_device().map(|_| wire)
+    setup.interface(first.from)?.interface.kernel_device()?;
+    Some((wire, remote))
 }
 
 /// Appends the reply to a guest's ARP request or neighbour solicitation for a published neighbour to `answers`. Returns false

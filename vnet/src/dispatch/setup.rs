@@ -1,6 +1,7 @@
 //! The setup: ports, peers and routes that a core forwards between. Control builds it. It is immutable once published, so each
 //! frame sees one consistent setup.
 
+use std::net::Ipv4Addr;
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
@@ -85,16 +86,18 @@ pub trait Feeder: Send + Sync {
     fn source(self: Arc<Self>, port: PortId, parts: SourceParts) -> Box<dyn Source>;
 }
 
-/// A way past the other host's vnetd, which may have died.
+/// A way past another host's vnetd.
 pub(super) trait SendNeighbours: Send + Sync {
-    /// Sends ARP and ND frames for single stations behind `link`, if the other host's vnetd is silent, and counts
-    /// what is dropped. `to`: the sink, and a list that gets the indices of all other frames.
+    /// The address to send to if the vnetd at the other end of `link` seems to be dead; `None`: by the link, as all frames.
+    fn past_vnetd(&self, link: &Link, now_ms: u64) -> Option<Ipv4Addr>;
+
+    /// Sends ARP and ND frames for single stations behind a link to the other host's address. The sink counts what is dropped; the list
+    /// gets the indices of all other frames.
     fn send_neighbours(
         &self,
-        link: &Link,
+        to: (&Link, Ipv4Addr),
         frames: Selection<'_>,
-        to: (&mut DropSink, &mut Vec<u16>),
-        now_ms: u64,
+        others: (&mut DropSink, &mut Vec<u16>),
     );
 }
 

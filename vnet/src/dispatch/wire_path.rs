@@ -10,7 +10,7 @@
 //! probes, of which hosts send three, a second apart.
 
 use std::io;
-use std::net::SocketAddrV4;
+use std::net::{Ipv4Addr, SocketAddrV4};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
@@ -31,8 +31,8 @@ use crate::wire::vxlan::WIRE_PORT;
 
 /// Maximum number of IP fragments of one frame.
 const FRAGMENTS_MAX: usize = 8;
-/// Silence in milliseconds after which another host's vnetd counts as dead: it announces the wire once a second.
-const DEAD_MS: u64 = 1_500;
+/// Silence of another host's vnetd in milliseconds after which it is taken for dead: it announces the wire once a second.
+const SILENT_MS: u64 = 1_500;
 /// Bytes before a frame that came up: virtio-net header and head.
 const START: usize = VIRTIO_NET_HDR_LEN + WireHead::LEN;
 /// Bytes of a frame's two addresses.
@@ -129,18 +129,20 @@ impl WirePath {
 }
 
 impl SendNeighbours for WirePath {
+    fn past_vnetd(&self, link: &Link, now_ms: u64) -> Option<Ipv4Addr> {
+        let is_silent = link.heard_ms().is_none_or(|heard_ms| now_ms > heard_ms + SILENT_MS);
+        link.wire_remote().filter(|_| is_silent && link.is_wire_ready(now_ms))
+    }
+
     fn send_neighbours(
         &self,
-        link: &Link,
+        (link, remote): (&Link, Ipv4Addr),
         frames: Selection<'_>,
         (drops, rest): (&mut DropSink, &mut Vec<u16>),
-        now_ms: u64,
     ) {
         rest.clear();
-        let is_silent = link.heard_ms().is_none_or(|heard_ms| now_ms > heard_ms + DEAD_MS);
-        let remote = link.wire_remote().filter(|_| is_silent && link.is_wire_ready(now_ms));
         for (index, frame) in frames.frames() {
-            let (Some(remote), Some(bytes)) = (remote, neighbours_frame(frames.batch, frame)) else {
+            let Some(bytes) = neighbours_frame(frames.batch, frame) else {
                 rest.push(index);
                 continue;
             };

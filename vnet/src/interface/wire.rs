@@ -86,7 +86,7 @@ impl Wire {
         let wire = Wire { file, device, tap, inheritance: None };
         helper::disable_ipv6(DEVICE).map_err(|error| fail("disable IPv6 on", error))?;
         device::isolate(DEVICE).map_err(|error| fail("isolate", error))?;
-        // Only vnetd's trials enter by the TAP, and a program takes them.
+        // Only what vnetd sends enters by the TAP, and a program takes it.
         device::forward(TAP).map_err(|error| fail("allow look-ups of routes for the TAP of", error))?;
         Ok(wire)
     }

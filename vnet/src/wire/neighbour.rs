@@ -42,15 +42,14 @@ pub struct Question {
     pub target: IpAddr,
 }
 
-/// True for a frame of ARP or ND without a VLAN tag.
+/// True for a frame of ARP or ND, also with VLAN tags.
 #[inline]
 pub fn is_neighbours(frame: &[u8]) -> bool {
-    let byte = |at: usize| frame.get(HEADER_LEN + at).copied();
-    match frame.get(HEADER_LEN - 2..HEADER_LEN) {
-        Some(ethertype) if ethertype == ETHERTYPE_ARP.to_be_bytes() => true,
-        Some(ethertype) if ethertype == ETHERTYPE_IPV6.to_be_bytes() => {
-            byte(6) == Some(ICMPV6) && byte(IPV6_LEN).is_some_and(|kind| ND.contains(&kind))
-        }
+    let Some(payload) = ethernet::payload(frame) else { return false };
+    let byte = |at: usize| frame.get(payload.offset + at).copied();
+    match payload.ethertype {
+        ETHERTYPE_ARP => true,
+        ETHERTYPE_IPV6 => byte(6) == Some(ICMPV6) && byte(IPV6_LEN).is_some_and(|kind| ND.contains(&kind)),
         _ => false,
     }
 }
@@ -236,5 +235,6 @@ mod tests {
         let mut tagged = request([10, 0, 0, 1], [10, 0, 0, 2]);
         tagged.splice(12..12, [0x81, 0, 0, 5]);
         assert_eq!(question(&tagged), None);
+        assert!(is_neighbours(&tagged));
     }
 }

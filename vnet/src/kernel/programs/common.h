@@ -166,15 +166,14 @@ INLINE int may_leave_tunnel(struct __sk_buff *skb, __u32 at, const struct flow *
 	return ends;
 }
 
-/* Whether the frame is of ARP or neighbour discovery (ND). */
-INLINE int is_neighbours(struct __sk_buff *skb)
+/* Whether the frame of this Ethernet type is of ARP or neighbour discovery (ND). */
+INLINE int is_neighbours(struct __sk_buff *skb, __u16 ethertype)
 {
-	__u32 protocol = *(volatile __u32 *)&skb->protocol;
 	__u8 next, type;
 
-	if (protocol == ETH_P_ARP_BE)
+	if (ethertype == ETH_P_ARP_BE)
 		return 1;
-	if (protocol != ETH_P_IPV6_BE || bpf_skb_load_bytes(skb, ETH_LEN + 6, &next, 1) || next != ICMPV6 ||
+	if (ethertype != ETH_P_IPV6_BE || bpf_skb_load_bytes(skb, ETH_LEN + 6, &next, 1) || next != ICMPV6 ||
 	    bpf_skb_load_bytes(skb, ETH_LEN + 40, &type, 1))
 		return 0;
 	return type >= ND_FIRST && type <= ND_LAST;
@@ -204,10 +203,13 @@ INLINE int find(struct __sk_buff *skb, __u32 at, __u16 from, __u32 network, stru
 	struct flow_key key = { .network = network, .from = from };
 	struct flow *flow = &to->flow;
 	struct flow *found;
+	__u16 ethertype;
 
-	/* Destination and source, as they lie in the frame. */
-	if (bpf_skb_load_bytes(skb, at, key.dst, sizeof(key.dst) + sizeof(key.src)))
+	/* Destination, source and type, as they lie in the frame. The kernel keeps a VLAN tag elsewhere. */
+	if (bpf_skb_load_bytes(skb, at, key.dst, ETH_LEN))
 		return 0;
+	ethertype = key.zero;
+	key.zero = 0;
 	/* vnetd answers, floods and limits group frames. */
 	if (key.dst[0] & 1)
 		return 0;
@@ -221,7 +223,7 @@ INLINE int find(struct __sk_buff *skb, __u32 at, __u16 from, __u32 network, stru
 	if (!holds(flow, to->now_ns))
 		return 0;
 	/* vnetd decides about ARP and ND. When it has died, established flows still need their neighbours' answers. */
-	if (!at && is_neighbours(skb) && is_vnetd_alive(to->now_ns))
+	if (!at && is_neighbours(skb, ethertype) && is_vnetd_alive(to->now_ns))
 		return 0;
 	if (skb->vlan_present)
 		len += VLAN_TAG;
