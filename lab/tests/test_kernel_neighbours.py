@@ -37,7 +37,7 @@ def probe(hosts: Pair, source: int, to: int, version: int) -> None:
     def answered() -> bool:
         (neighbour,) = json.loads(run([*ip, "-json", "neigh", "show", address]))
         if neighbour["state"] == ["FAILED"]:
-            # Linux has given up, after three seconds.
+            # Linux sends three probes, a second apart.
             ask()
         return neighbour["state"] == ["REACHABLE"]
 

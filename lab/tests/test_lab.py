@@ -5,13 +5,14 @@ import os
 import signal
 import subprocess
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from checks import reaches
 
-from vnetlab import lab, measure, process, underlay
+from vnetlab import daemon, lab, measure, process, underlay
 from vnetlab.run import wait_until
 from vnetlab.topology import STATE, Settings
 
@@ -169,3 +170,10 @@ def test_the_command_line():
         timeout=60,
     )
     assert console.stdout is not None
+
+
+def test_the_lan_has_the_underlays_mtu():
+    text = daemon.on_the_lan('[host]\nname = "h1"\n[[link]]\nname = "h2"\n', 9000)
+    lan, host = tomllib.loads(text)["interface"][0], tomllib.loads(text)["host"]
+    assert (lan["kind"], lan["mtu"], host["name"]) == ("local", 9000, "h1")
+    assert "link" not in tomllib.loads(text)

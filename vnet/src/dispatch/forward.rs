@@ -51,7 +51,7 @@ pub(super) struct Forwarder {
     pub(super) touched: Vec<PortId>,
     /// Frames of one list, by destination queue.
     by_queue: Vec<Vec<u16>>,
-    /// Frames of one list that do not leave by the wire.
+    /// Frames of one list that leave by the link and not by the wire.
     rest: Vec<u16>,
     /// Answers that replace frames of the current batch.
     answers: Batch,
@@ -264,7 +264,7 @@ impl Forwarder {
                     }
                 }
             },
-            Some(Port::Link(port)) => match past_vnetd(&self.setup, &port.link, frames, self.now_ms) {
+            Some(Port::Link(port)) => match silent_host(&self.setup, &port.link, frames, self.now_ms) {
                 None => self.sender.send(&port.link, frames, drops),
                 Some((wire, remote)) => {
                     wire.send_neighbours((&port.link, remote), frames, (drops, &mut self.rest));
@@ -285,16 +285,15 @@ impl Forwarder {
     }
 }
 
-/// The wire and the address of the other host of `link`, if that host's vnetd seems to be dead and `frames` came up from a guest whose
-/// known flows the kernel forwards.
-fn past_vnetd<'a>(
+/// The wire, and the other host's address on it, if that host's vnetd is silent and `frames` came up from a port with the kernel's path.
+fn silent_host<'a>(
     setup: &'a Setup,
     link: &Link,
     frames: Selection<'_>,
     now_ms: u64,
 ) -> Option<(&'a dyn SendNeighbours, Ipv4Addr)> {
     let wire = setup.wire.as_deref()?;
-    let remote = wire.past_vnetd(link, now_ms)?;
+    let remote = wire.silent_host(link, now_ms)?;
     let (_, first) = frames.frames().next()?;
     // A batch with a guest's frame has no frames of other ports.
     setup.interface(first.from)?.interface.kernel_device()?;

@@ -86,13 +86,13 @@ pub trait Feeder: Send + Sync {
     fn source(self: Arc<Self>, port: PortId, parts: SourceParts) -> Box<dyn Source>;
 }
 
-/// A way past another host's vnetd.
+/// Sends ARP and ND frames to hosts whose vnetd is silent, by the wire.
 pub(super) trait SendNeighbours: Send + Sync {
-    /// The address to send to if the vnetd at the other end of `link` seems to be dead; `None`: by the link, as all frames.
-    fn past_vnetd(&self, link: &Link, now_ms: u64) -> Option<Ipv4Addr>;
+    /// The other host's address on the wire, if its vnetd is silent; `None`: all frames leave by `link` itself.
+    fn silent_host(&self, link: &Link, now_ms: u64) -> Option<Ipv4Addr>;
 
-    /// Sends ARP and ND frames for single stations behind a link to the other host's address. The sink counts what is dropped; the list
-    /// gets the indices of all other frames.
+    /// Sends the unicast ARP and ND frames of `frames` by the wire, counts drops in the sink of `others`, and writes the indices of all
+    /// other frames to its list.
     fn send_neighbours(
         &self,
         to: (&Link, Ipv4Addr),
@@ -159,7 +159,7 @@ pub struct Setup {
     /// Active observers.
     pub(super) observers: Observers,
     feeders: Vec<(PortId, Arc<dyn Feeder>)>,
-    /// The wire, if a link may use it.
+    /// The wire, for ARP and ND; `None`: no link may use the wire.
     pub(super) wire: Option<Arc<dyn SendNeighbours>>,
 }
 

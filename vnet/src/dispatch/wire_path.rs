@@ -31,7 +31,7 @@ use crate::wire::vxlan::WIRE_PORT;
 
 /// Maximum number of IP fragments of one frame.
 const FRAGMENTS_MAX: usize = 8;
-/// Silence of another host's vnetd in milliseconds after which it is taken for dead: it announces the wire once a second.
+/// Time in milliseconds without a datagram of another host's vnetd, which announces the wire once a second, after which it counts as dead.
 const SILENT_MS: u64 = 1_500;
 /// Bytes before a frame that came up: virtio-net header and head.
 const START: usize = VIRTIO_NET_HDR_LEN + WireHead::LEN;
@@ -129,7 +129,7 @@ impl WirePath {
 }
 
 impl SendNeighbours for WirePath {
-    fn past_vnetd(&self, link: &Link, now_ms: u64) -> Option<Ipv4Addr> {
+    fn silent_host(&self, link: &Link, now_ms: u64) -> Option<Ipv4Addr> {
         let is_silent = link.heard_ms().is_none_or(|heard_ms| now_ms > heard_ms + SILENT_MS);
         link.wire_remote().filter(|_| is_silent && link.is_wire_ready(now_ms))
     }
@@ -242,8 +242,8 @@ impl Source for WireSource {
     }
 }
 
-/// The bytes of an ARP or ND frame for one station. `None` for other frames, and for one that is longer than a head or lacks its
-/// checksum: no station sends such a one.
+/// The bytes of a unicast ARP or ND frame. `None` for other frames, for one that is not contiguous in memory, and for one with a partial
+/// checksum: those leave by the link.
 fn neighbours_frame<'a>(batch: &'a Batch, frame: &Frame) -> Option<&'a [u8]> {
     let head = batch.head(frame);
     let is_complete = frame.offload.flags & F_NEEDS_CSUM == 0 && frame.offload.gso_type == GSO_NONE;

@@ -24,7 +24,7 @@ pub const SUPER_FRAME_MAX: usize = 65_535 - 20 - 8 - HEADER_LEN;
 /// The I flag.
 const VALID: u8 = 0x08;
 
-/// Tail of a frame that vnetd sends by the wire, for the program that sends it.
+/// Destination of a frame that vnetd writes to the wire's TAP: its last bytes, which the program `core_to_wire` removes.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct WireTail {
