@@ -14,7 +14,9 @@ use rustix::net::{
     AddressFamily, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix,
     SocketType, connect, recv, sendmsg, socket,
 };
-use vnet_rdma::meeting::{Host, KeyRequest, Keys, Message, Place, Question, Reach, Role, Sealer, listen};
+use vnet_rdma::meeting::{
+    Host, KeyRequest, Keys, Message, Place, Question, Reach, Role, Sealer, Token, listen,
+};
 use vnet_rdma::{Access, Attachment, Endpoint, Kind, Node, Options, Peer, Region, Status};
 
 const PERF: &str = env!("CARGO_BIN_EXE_vnet-rdma-perf");
@@ -181,7 +183,9 @@ impl Sealer for Behind {
         Reach::Sealed
     }
 
-    fn keys(&mut self, _: &Place, request: &KeyRequest) -> Result<Keys, Reach> {
+    fn gone(&mut self, _: Token) {}
+
+    fn keys(&mut self, _: Token, _: &Place, request: &KeyRequest) -> Result<Keys, Reach> {
         let (mine, theirs) = (request.nonce, request.peer_nonce);
         let [first, second] = if request.role == Role::Opener { [mine, theirs] } else { [theirs, mine] };
         let keys =

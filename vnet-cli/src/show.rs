@@ -356,10 +356,10 @@ pub fn addresses(addresses: &Vec<Learned>) -> String {
 /// `vnet flows`
 pub fn flows(flows: &Vec<KernelFlow>) -> String {
     let mut table = TextTable::new(
-        &["NETWORK", "SOURCE", "DESTINATION", "FROM", "TO", "FRAMES", "BYTES", "ENDS"],
+        &["NETWORK", "SOURCE", "DESTINATION", "FROM", "TO", "FRAMES", "BYTES", "ENDS", "SEALED DATAGRAMS"],
         &[0, 5, 6],
     );
-    for KernelFlow { network, src, dst, from, to, frames, bytes, kernel_ms } in flows {
+    for KernelFlow { network, src, dst, from, to, frames, bytes, kernel_ms, sealed } in flows {
         let ends = if *kernel_ms == 0 { "ended".into() } else { format!("in {kernel_ms} ms") };
         let (frames, bytes) = (frames.to_string(), bytes.to_string());
         table.row([
@@ -371,6 +371,7 @@ pub fn flows(flows: &Vec<KernelFlow>) -> String {
             frames,
             bytes,
             ends,
+            sealed.clone().unwrap_or_else(|| "-".into()),
         ]);
     }
     table.print()

@@ -218,8 +218,19 @@ impl Engine {
         let at = |port| targets.get(&port).map_or("removed".into(), ToString::to_string);
         let show = |Carried { flow, to, frames, bytes }: Carried| {
             let kernel_ms = kernel.lease_ms(&flow).unwrap_or(0);
-            let Known { network, from, dst, src } = flow;
-            api::KernelFlow { network, src, dst, from: at(from), to: at(to), frames, bytes, kernel_ms }
+            let Known { network, from, dst, src, datagram } = flow;
+            let sealed = datagram.map(|datagram| format!("{} > {}", datagram.src, datagram.dst));
+            api::KernelFlow {
+                network,
+                src,
+                dst,
+                from: at(from),
+                to: at(to),
+                frames,
+                bytes,
+                kernel_ms,
+                sealed,
+            }
         };
         kernel.flows().largest(FLOWS_SHOWN).into_iter().map(show).collect()
     }
@@ -454,8 +465,8 @@ mod tests {
             Mac([2, 0, 0, b, c, d])
         };
         let install = |n| {
-            let flow =
-                Known { network: NetworkId::DEFAULT, from: one.port, dst: address(n), src: address(0) };
+            let (dst, src) = (address(n), address(0));
+            let flow = Known { network: NetworkId::DEFAULT, from: one.port, dst, src, datagram: None };
             kernel.flows().install(&flow, &sender, &to, &TERMS)
         };
         assert!(install(1) && install(2));
@@ -464,8 +475,8 @@ mod tests {
         assert!(kernel_ms > 0);
         let (from, to) = ("interface vm1".to_string(), "interface vm2".to_string());
         let (network, frames, bytes) = (NetworkId::DEFAULT, 0, 0);
-        let want =
-            api::KernelFlow { network, src: address(0), dst: address(1), from, to, frames, bytes, kernel_ms };
+        let (src, dst, sealed) = (address(0), address(1), None);
+        let want = api::KernelFlow { network, src, dst, from, to, frames, bytes, kernel_ms, sealed };
         assert_eq!(*first, want);
         let refused = (3..FLOWS_PORT_MAX + 6).filter(|n| !install(*n)).count();
         assert_eq!(refused, 5);

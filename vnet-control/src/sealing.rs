@@ -1,11 +1,14 @@
 //! Which sealed link leads from a container to another host's guest, and keys for applications at its two ends.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr, SocketAddrV4};
+use std::sync::Arc;
 
+use vnet::dispatch::sealed_sessions::{Application, SealedSession, SealedSessions};
 use vnet::frame::NetworkId;
 use vnet::link::{ApplicationKeys, Encapsulation};
 use vnet::route::{Flow, explain};
 use vnet::wire::ethernet::Mac;
+use vnet::wire::sealed_datagram::SealedDatagram;
 
 use super::desired::{InterfaceSpec, LinkSpec, Target};
 use super::engine::Engine;
@@ -82,6 +85,29 @@ impl Engine {
         let Target::Link(name) = target else { return None };
         let link = self.current().links.iter().map(|item| &item.spec).find(|spec| spec.name == *name)?;
         link.security.peer.as_ref().map(|_| link)
+    }
+
+    /// Lets the datagrams of a session in `network` take the kernel's own path across the sealed link `link`: what application `by`
+    /// sends from port `own` to `peer`, and the answers. Sessions of IPv6 and those beyond the limits take the link as before.
+    pub fn admit_sealed(
+        &self,
+        by: Application,
+        who: &Wayfarer<'_>,
+        (own, peer): (u16, SocketAddr),
+        (network, link): (NetworkId, &str),
+    ) {
+        let (IpAddr::V4(source), SocketAddr::V4(peer)) = (who.source, peer) else { return };
+        let out = SealedDatagram { src: SocketAddrV4::new(source, own), dst: peer };
+        let interface = self.interfaces.get(who.interface);
+        if let Some((interface, link)) = interface.zip(self.links.get(link)) {
+            let (own, peer) = ((who.mac, interface.port), (who.to, link.link.port()));
+            self.sealed_sessions().admit(by, SealedSession { network, own, peer, out });
+        }
+    }
+
+    /// All sessions that were admitted and have not ended.
+    pub fn sealed_sessions(&self) -> &Arc<SealedSessions> {
+        self.core.sealed_sessions()
     }
 
     /// Keys of a session between two applications at the ends of a link ([`vnet::link::Link::application_keys`]).

@@ -44,7 +44,7 @@ impl Engine {
             None => self.port_of(network, src)?,
         };
         let flow = Flow { network, src, dst, from };
-        let known = Known { network, from, dst, src };
+        let known = Known { network, from, dst, src, datagram: None };
         let kernel_ms = self.core.kernel_if_open().and_then(|kernel| kernel.lease_ms(&known));
         let cached_by = self.ask_caches(&flow).iter().map(|answer| answer.dispatcher).collect();
         let found = explain(&self.core.table(), self.core.learned(), &flow, self.core.now_ms());

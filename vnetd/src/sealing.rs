@@ -3,18 +3,23 @@
 //! The container is known by the socket that it asks at. Its route and its neighbour's MAC address come from its network namespace; the way of its
 //! frames comes from the routing tables, as for `vnet trace`. Keys are derived from the link's exporter, the network, both addresses and ports, and
 //! both nonces, so the two daemons get the same keys only for the same pair of applications.
+//!
+//! With its keys a session gets the kernel's own path across the link (`vnet::dispatch::sealed_sessions`), until the application is gone.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
 use std::time::Duration;
 
+use vnet::dispatch::sealed_sessions::{Application, SealedSessions};
 use vnet::frame::NetworkId;
 use vnet::interface::hop::{Hop, Next};
 use vnet::interface::tap::Netns;
+use vnet::wire::ethernet::Mac;
 use vnet_control::desired::{Attachment, InterfaceSpec};
 use vnet_control::engine::Engine;
 use vnet_control::sealing::{Way, Wayfarer};
-use vnet_rdma::meeting::{KeyRequest, Keys, Place, Question, Reach, Role, Sealer};
+use vnet_rdma::meeting::{KeyRequest, Keys, Place, Question, Reach, Role, Sealer, Token};
 
 use crate::shared::Shared;
 
@@ -24,18 +29,25 @@ const PATIENCE: Duration = Duration::from_millis(100);
 /// Answers the questions of applications.
 pub struct KeyKeeper {
     shared: Shared,
+    /// The sessions of the core; `None` before there is one.
+    sessions: Option<Arc<SealedSessions>>,
 }
 
 /// A sealed link to a peer.
 struct Found {
     link: String,
     network: NetworkId,
+    /// The container's interface, its MAC address, and the source address of its packets.
+    interface: String,
+    mac: Mac,
     source: IpAddr,
+    /// MAC address of the peer.
+    to: Mac,
 }
 
 impl KeyKeeper {
     pub fn new(shared: &Shared) -> KeyKeeper {
-        KeyKeeper { shared: shared.clone() }
+        KeyKeeper { shared: shared.clone(), sessions: None }
     }
 
     fn with<T>(&self, task: impl FnOnce(&Engine) -> T) -> Option<T> {
@@ -81,7 +93,9 @@ impl KeyKeeper {
             };
             let network = spec.network;
             match engine.way_of(&Wayfarer { interface: &spec.name, mac, source, to }) {
-                Way::Sealed(link) => Ok(Found { link, network, source }),
+                Way::Sealed(link) => {
+                    Ok(Found { link, network, interface: spec.name.clone(), mac, source, to })
+                }
                 Way::Clear => Err(Reach::Clear),
                 Way::Stream => Err(Reach::Stream),
                 Way::Several => Err(Reach::Several),
@@ -140,13 +154,24 @@ impl Sealer for KeyKeeper {
         self.find(place, question).map_or_else(|reach| reach, |_| Reach::Sealed)
     }
 
-    fn keys(&mut self, place: &Place, request: &KeyRequest) -> Result<Keys, Reach> {
-        let Found { link, network, source } = self.find(place, &request.between)?;
+    fn keys(&mut self, name: Token, place: &Place, request: &KeyRequest) -> Result<Keys, Reach> {
+        let Found { link, network, interface, mac, source, to } = self.find(place, &request.between)?;
         let context = context(network, source, request);
         let opens = request.role == Role::Opener;
-        let derived = self.with(|engine| engine.application_keys(&link, request.epoch, opens, &context));
-        let (epoch, keys) = derived.flatten().ok_or(Reach::NotYet)?;
+        let derived = self.with(|engine| {
+            let derived = engine.application_keys(&link, request.epoch, opens, &context)?;
+            let who = Wayfarer { interface: &interface, mac, source, to };
+            let ends = (request.between.own.port(), request.between.peer);
+            engine.admit_sealed(Application::from_ne_bytes(name), &who, ends, (network, &link));
+            Some((derived, engine.sealed_sessions().clone()))
+        });
+        let ((epoch, keys), sessions) = derived.flatten().ok_or(Reach::NotYet)?;
+        self.sessions = Some(sessions);
         Ok(Keys { epoch, keys })
+    }
+
+    fn gone(&mut self, name: Token) {
+        self.sessions.iter().for_each(|sessions| sessions.end(Application::from_ne_bytes(name)));
     }
 }
 

@@ -91,6 +91,8 @@ struct Process {
     joins: (u64, u32),
     /// The daemon's end of the bell of an engine that it runs for the process: shutting it down ends that.
     leash: Option<OwnedFd>,
+    /// It got keys.
+    has_keys: bool,
 }
 
 struct Ring {
@@ -107,11 +109,14 @@ pub trait Sealer: Send {
     /// How a peer is reached from a place.
     fn reach(&mut self, place: &Place, question: &Question) -> Reach;
 
-    /// Keys of a session between a process of this place and its peer.
+    /// Keys of a session between the process `name` of this place and its peer.
     ///
     /// # Errors
     /// How the peer is reached, if not by a sealed link with keys.
-    fn keys(&mut self, place: &Place, request: &KeyRequest) -> Result<Keys, Reach>;
+    fn keys(&mut self, name: Token, place: &Place, request: &KeyRequest) -> Result<Keys, Reach>;
+
+    /// A process that got keys is gone.
+    fn gone(&mut self, name: Token);
 }
 
 /// The meeting points of a daemon.
@@ -272,6 +277,9 @@ impl Host {
             let _ = shutdown(&process.socket, Shutdown::Both);
             self.discard(process.socket);
             process.leash.into_iter().for_each(|leash| self.unleash(leash));
+            if let Some(sealer) = self.sealer.as_mut().filter(|_| process.has_keys) {
+                sealer.gone(name);
+            }
         }
         while let Some(ring) = self.rings.iter().position(|ring| ring.between.contains(&name)) {
             self.end(ring);
@@ -328,7 +336,15 @@ impl Host {
         let mut name = Token::default();
         self.random.fill_bytes(&mut name);
         if say(&socket, Message::Named(name), &[]) {
-            self.processes.push(Process { place: id, socket, name, rings: 0, joins: (0, 0), leash: None });
+            self.processes.push(Process {
+                place: id,
+                socket,
+                name,
+                rings: 0,
+                joins: (0, 0),
+                leash: None,
+                has_keys: false,
+            });
         } else {
             self.discard(socket);
         }
@@ -374,7 +390,7 @@ impl Host {
             }
             Some(Message::Key(request)) => {
                 let mut keys = None;
-                let reach = self.look_up(name, |sealer, place| match sealer.keys(place, &request) {
+                let reach = self.look_up(name, |sealer, place| match sealer.keys(name, place, &request) {
                     Ok(found) => {
                         keys = Some(found);
                         Reach::Sealed
@@ -383,6 +399,9 @@ impl Host {
                     Err(Reach::Sealed) => Reach::NotYet,
                     Err(reach) => reach,
                 });
+                if let Some(process) = self.process(name) {
+                    process.has_keys |= keys.is_some();
+                }
                 return self.tell(name, Message::Keys(request.ticket, keys.ok_or(reach)));
             }
             _ => return self.disconnect(name),

@@ -2,6 +2,7 @@
 
 use std::io::ErrorKind;
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::Duration;
@@ -198,8 +199,9 @@ fn hostile_processes_are_bounded() {
     assert!(c.receive().is_err());
 }
 
-/// Knows one sealed link: to peers with an even port.
-struct Even;
+/// Knows one sealed link: to peers with an even port. Keeps the names of processes with keys that are gone.
+#[derive(Default)]
+struct Even(Arc<Mutex<Vec<Token>>>);
 
 impl Sealer for Even {
     fn reach(&mut self, place: &Place, question: &Question) -> Reach {
@@ -210,7 +212,11 @@ impl Sealer for Even {
         }
     }
 
-    fn keys(&mut self, place: &Place, request: &KeyRequest) -> Result<Keys, Reach> {
+    fn gone(&mut self, name: Token) {
+        self.0.lock().push(name);
+    }
+
+    fn keys(&mut self, _: Token, place: &Place, request: &KeyRequest) -> Result<Keys, Reach> {
         match self.reach(place, &request.between) {
             Reach::Sealed => Ok(Keys { epoch: request.epoch.unwrap_or(1), keys: [5; 2 * KEY] }),
             reach => Err(reach),
@@ -222,7 +228,7 @@ impl Sealer for Even {
 fn a_process_gets_keys_for_what_its_container_may_have() {
     let _alone = alone();
     let (mut host, names) = host(&[place(1, &[5]), place(2, &[5])]);
-    let ((own, _), (foreign, _)) = (connect(&mut host, &names[0]), connect(&mut host, &names[1]));
+    let ((own, name), (foreign, _)) = (connect(&mut host, &names[0]), connect(&mut host, &names[1]));
     let [even, odd] = ["10.0.0.2:2", "10.0.0.2:3"].map(|address| address.parse().unwrap());
     let between = |peer| Question { own: "10.0.0.1:1".parse().unwrap(), peer };
     let mut ask = |guest: &Guest, message| {
@@ -232,7 +238,8 @@ fn a_process_gets_keys_for_what_its_container_may_have() {
     };
     let is = |heard, expected| matches!(heard, Some(Heard::Reached(_, reach)) if reach == expected);
     assert!(is(ask(&own, Message::Reach(between(even))), Reach::AllClear), "nobody gives keys here");
-    host.seal(Box::new(Even));
+    let gone = Arc::<Mutex<Vec<Token>>>::default();
+    host.seal(Box::new(Even(gone.clone())));
     let mut ask = |guest: &Guest, message| {
         assert!(guest.say(message));
         turn(&mut host);
@@ -254,4 +261,7 @@ fn a_process_gets_keys_for_what_its_container_may_have() {
     assert!(own.say(Message::Reached(even, Reach::Clear)));
     turn(&mut host);
     assert!(own.receive().is_err());
+    drop(foreign);
+    turn(&mut host);
+    assert_eq!(*gone.lock(), [name], "the other one got no keys");
 }

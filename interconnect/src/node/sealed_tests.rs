@@ -2,7 +2,9 @@
 
 use super::tests::{BOTH, LEN, unique, wait};
 use super::*;
-use crate::meeting::{Host, KEY, KeyRequest, Keys, Place, Question, Reach, Role, Sealer, Stopper, listen};
+use crate::meeting::{
+    Host, KEY, KeyRequest, Keys, Place, Question, Reach, Role, Sealer, Stopper, Token, listen,
+};
 use crate::proto::{Kind, Status};
 use crate::{Endpoint, Node, Region};
 
@@ -17,7 +19,9 @@ impl Sealer for Behind {
         self.0
     }
 
-    fn keys(&mut self, _: &Place, request: &KeyRequest) -> Result<Keys, Reach> {
+    fn gone(&mut self, _: Token) {}
+
+    fn keys(&mut self, _: Token, _: &Place, request: &KeyRequest) -> Result<Keys, Reach> {
         let (mine, theirs) = (request.nonce, request.peer_nonce);
         let [first, second] = if request.role == Role::Opener { [mine, theirs] } else { [theirs, mine] };
         let keys = std::array::from_fn(|place| {

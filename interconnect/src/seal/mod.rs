@@ -184,7 +184,10 @@ impl Sealing {
         }
         self.has_daemon = true;
         (self.clear, self.look_at) = (None, 0);
-        self.peers.values_mut().for_each(Peer::ask_again);
+        for peer in self.peers.values_mut() {
+            peer.ask_again();
+            peer.forget_sessions();
+        }
     }
 
     /// The daemon has ended the connection. Sessions stay.

@@ -141,6 +141,11 @@ impl Peer {
         })
     }
 
+    /// The daemon is new: it lets packets take the short way only for sessions that it knows.
+    pub(super) fn forget_sessions(&mut self) {
+        self.sessions.iter_mut().for_each(|session| session.is_forgotten = true);
+    }
+
     fn is_confirmed(&self, id: u32) -> bool {
         self.sessions.iter().any(|session| session.id == id && session.is_confirmed)
     }

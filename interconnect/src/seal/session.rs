@@ -43,6 +43,8 @@ pub(crate) struct Session {
     made_at: u64,
     /// The peer has these keys, too.
     pub(super) is_confirmed: bool,
+    /// The daemon may not know the session: it was made before this connection to it.
+    pub(super) is_forgotten: bool,
 }
 
 impl fmt::Debug for Session {
@@ -72,7 +74,17 @@ impl Session {
         // The answerer has its keys before the opener asks for them.
         let is_confirmed = role == Role::Opener;
         let (sealing, opening) = (key(own), key(peer));
-        Self { id, peer_id, sealing, opening, sealed: 0, seen: Seen::new(), made_at: now, is_confirmed }
+        Self {
+            id,
+            peer_id,
+            sealing,
+            opening,
+            sealed: 0,
+            seen: Seen::new(),
+            made_at: now,
+            is_confirmed,
+            is_forgotten: false,
+        }
     }
 
     /// Key id that packets to the peer carry.
@@ -87,7 +99,7 @@ impl Session {
 
     /// Whether new keys are due.
     pub(super) fn is_worn(&self, now: u64) -> bool {
-        self.sealed >= PACKETS_WORN || now.saturating_sub(self.made_at) > AGE_WORN_NS
+        self.is_forgotten || self.sealed >= PACKETS_WORN || now.saturating_sub(self.made_at) > AGE_WORN_NS
     }
 
     /// Appends a packet to `to`, sealed.

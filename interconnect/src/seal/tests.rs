@@ -455,6 +455,40 @@ fn a_restarted_daemon_is_asked_again() {
     assert!(world.send(0, 1, TEXT), "sessions stay");
 }
 
+/// A daemon lets packets take the short way only for sessions that it knows.
+#[test]
+fn a_restarted_daemon_learns_of_sessions_by_new_ones() {
+    let mut world = World::new(Reach::Sealed);
+    world.exchange(0, 1, TEXT);
+    let sessions = |world: &World| world.nodes.each_ref().map(|node| node.sealing.counters().sessions);
+    assert_eq!(sessions(&world), [1, 1]);
+    world.nodes[0].sealing.disconnected();
+    world.exchange(0, 1, TEXT);
+    assert_eq!(sessions(&world), [1, 1], "without a daemon there are no keys");
+    world.nodes[0].sealing.connected();
+    for _ in 0..3 {
+        world.exchange(0, 1, TEXT);
+        world.exchange(1, 0, TEXT);
+    }
+    assert_eq!(sessions(&world), [2, 2]);
+    assert_eq!(world.nodes.each_ref().map(|node| node.sealing.counters().unsent), [0, 0]);
+}
+
+/// The peer's daemon is away, so there is no new session, but the old one still serves.
+#[test]
+fn nothing_is_said_about_a_peer_whose_packets_arrive() {
+    let mut world = World::new(Reach::Sealed);
+    world.exchange(0, 1, TEXT);
+    world.nodes[1].sealing.disconnected();
+    world.nodes[0].sealing.connected();
+    world.nodes[1].daemon.reach = Reach::NotYet;
+    for _ in 0..40 {
+        world.exchange(0, 1, TEXT);
+        world.now += 500 * MS;
+    }
+    assert_eq!(world.nodes[0].notes(), Vec::<String>::new());
+}
+
 #[test]
 fn strangers_cost_little() {
     let mut sealing = Sealing::new(address(A), false, [1; 32]);

@@ -327,6 +327,11 @@ def reach(source: Node, destination: Node) -> bool:
     return bool(measure.ping(source, destination.address, "-w", "1", count=1)[1])
 
 
+def _has_wire(host: Node) -> bool:
+    """Whether sealed packets of applications take the kernel's own path to the other hosts."""
+    return all("applications" in (link.get("path_reason") or "") for link in daemon.ask(host, "link", "list"))
+
+
 def running(suffix: str, nodes: list[Node]) -> dict[str, int]:
     """Running processes of this machine by node name, from pid files with this suffix."""
     here = [node for node in nodes if not remote.machine_of(node.namespace)]
@@ -395,7 +400,9 @@ class Vnet:
             if self.sealed:
                 # The handshake must finish before any measurement.
                 wait_until(f"{self.name} to connect the hosts", lambda: reach(containers[0], containers[-1]), START_S)
-            if self.container == "veth":
+            if self.sealed and self.container == "veth":
+                wait_until("the wire to work", lambda: all(map(_has_wire, topology.hosts)), START_S)
+            elif self.container == "veth":
                 # A host where the kernel cannot forward is measured as it is.
                 with contextlib.suppress(LabError):
                     ends = containers[0], containers[-1]

@@ -16,7 +16,7 @@ from pathlib import Path
 from vnetlab import daemon, machine, process
 from vnetlab.bench import mpi, sockets, usage, vhost, workload
 from vnetlab.bench.case import LAB, Case, Options, Turn, told, turn_of
-from vnetlab.bench.contenders import SEALED, TAP, VNET, Bare, Contender, Ends, Vnet, VxlanContainers, VxlanDevice
+from vnetlab.bench.contenders import TAP, VNET, Bare, Contender, Ends, Vnet, VxlanContainers, VxlanDevice
 from vnetlab.bench.result import Conditions, Sample
 from vnetlab.run import LabError, wait_until
 from vnetlab.topology import Kind, Node, Settings, Topology
@@ -147,6 +147,7 @@ def copies(ends: Ends, seconds: float) -> Sample:
 
 RDMA, UDP, OVER_TCP, MEMCPY = "interconnect", "UDP sockets", "TCP", "memcpy by shared memory"
 CLEAR = "interconnect in clear text"
+SEALED = Vnet("vnet, sealed", container="veth", sealed=True)
 NATIVE = Bare()
 MPI_PATHS: tuple[Contender, ...] = (NATIVE, VxlanDevice(), VxlanContainers(), VNET, TAP)
 

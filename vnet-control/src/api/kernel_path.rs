@@ -26,6 +26,10 @@ pub struct KernelFlow {
     pub bytes: u64,
     /// Milliseconds until the flow ends if it is not renewed; 0 if it has ended.
     pub kernel_ms: u64,
+    /// Only these frames of it, across a sealed link: datagrams that two applications of the interconnect have sealed, as `SOURCE >
+    /// DESTINATION`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sealed: Option<String>,
 }
 
 /// [`Interface::path_reason`] of an interface with `rate_limit` or `frame_limit`: vnetd takes its frames at that rate. Frames to it may

@@ -18,6 +18,7 @@ use super::isolation::{Isolation, IsolationError};
 use super::kernel_path::KernelPath;
 use super::observers::Observers;
 use super::recruit::{Recruiting, Threads};
+use super::sealed_sessions::SealedSessions;
 use super::setup::{InterfacePort, LinkPort, Parts, Setup};
 use super::shared::{KernelPart, Shared};
 use super::yielding::Strategy;
@@ -359,6 +360,11 @@ impl Core {
     /// Addresses learned so far.
     pub fn learned(&self) -> &Arc<Learned> {
         self.shared.learned()
+    }
+
+    /// Sessions of applications whose datagrams the kernel carries across sealed links.
+    pub fn sealed_sessions(&self) -> &Arc<SealedSessions> {
+        self.shared.sealed()
     }
 
     /// The kernel's own path, created by the first call. Setups published afterwards use it.

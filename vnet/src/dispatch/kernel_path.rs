@@ -8,11 +8,15 @@
 //! A flow's verdict ends within two seconds. The renewer decides flows in use anew in time, as a frame of them would: it learns
 //! their sources, and they never come up. Flows that end unused are removed; their next frame comes up.
 //!
+//! Between two stations at the ends of a sealed link the same holds for datagrams of applications' sealed sessions only
+//! (`sealed_sessions`): the verdict on the stations' flow is installed for each of them.
+//!
 //! The renewer also advances the leases' clock, after it has renewed: a flow in use does not end because the renewer is late or vnetd
 //! has died. The clock starts with the first setup that has the kernel path. Until then the flows of a vnetd that has died stay
 //! valid. Its devices that no interface has claimed after [`Outlive::time`](crate::kernel::Outlive) are removed. A vnetd that ends before
 //! its first setup has failed to start: it leaves devices and flows to the next one.
 
+use std::collections::HashSet;
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
@@ -24,6 +28,7 @@ use std::time::{Duration, Instant};
 use arc_swap::{ArcSwap, ArcSwapOption};
 use parking_lot::{Mutex, MutexGuard};
 
+use super::sealed_sessions::SealedSessions;
 use super::setup::{InterfacePort, LinkPort, Port, Setup};
 use super::tunnels::Tunnels;
 use super::wire_path::WirePath;
@@ -45,6 +50,8 @@ const RENEW_AHEAD_NS: u64 = 3 * RENEW.as_nanos() as u64;
 const NS_PER_MS: u64 = 1_000_000;
 /// Rounds of the renewer from one trial of the wire to the next: a second.
 const ROUNDS_PER_TRIAL: u64 = 1000 / RENEW.as_millis() as u64;
+/// Why the kernel does not forward frames of a sealed link whose wire works.
+const SEALED_BY_APPLICATIONS: &str = "it is sealed; what applications have sealed takes the kernel's path";
 /// Minimum time between a failure to open the wire and the next attempt.
 const OPEN_AGAIN: Duration = Duration::from_secs(10);
 
@@ -54,6 +61,7 @@ struct Installer {
     /// CLOCK_MONOTONIC time of the core's start, in nanoseconds.
     started_ns: u64,
     setup: ArcSwap<Ways>,
+    sealed: Arc<SealedSessions>,
 }
 
 /// Ports of a setup whose frames the kernel may forward, by index.
@@ -84,6 +92,11 @@ impl Way {
     fn guest(&self) -> Option<Destination> {
         let Way::Guest(to, interface) = self else { return None };
         Some(Destination { mtu: interface.kernel_device()?.mtu.load(Relaxed), ..to.clone() })
+    }
+
+    /// True for a link that leaves the kernel only what applications have sealed.
+    fn is_sealed(&self) -> bool {
+        matches!(self, Way::Host(link) if link.needs_seal())
     }
 
     /// True if the kernel would discard frames to the guest, which nobody counts: vnetd drops them instead.
@@ -146,7 +159,7 @@ impl Ways {
             (Way::Guest(..), Way::Host(link)) => {
                 let mtu = from.guest()?.mtu;
                 let way = match link.tunnel().ok().filter(|_| carries(link))? {
-                    Tunnel::Wire(_) => self.wire.as_ref()?.to(link, mtu, now_ms),
+                    Tunnel::Wire(_) | Tunnel::Sealed(_) => self.wire.as_ref()?.to(link, mtu, now_ms),
                     Tunnel::Vtep(_) => self.tunnels.to_vtep(link, mtu),
                 };
                 Some(way.ok_or(()))
@@ -173,14 +186,22 @@ impl Install for Installer {
         };
         let Installed { generation, buckets, versions, .. } = *verdict;
         let until_ns = self.started_ns.saturating_add(verdict.until_ms.saturating_mul(NS_PER_MS));
-        let flow = Known { network: flow.network, from: flow.from, dst: flow.dst, src: flow.src };
+        let Flow { network, from: port, dst, src } = *flow;
+        let known = Known { network, from: port, dst, src, datagram: None };
         let terms = Terms { until_ns, generation, buckets, versions };
         let payer = if matches!(from, Way::Host(_)) { way.port } else { flow.from };
         let sender = Sender { stats: from.stats().clone(), payer };
         if let Way::Guest(_, interface) = to {
             interface.forwarded_from(flow.src);
         }
-        self.kernel.flows().install(&flow, &sender, &way, &terms);
+        if from.is_sealed() || to.is_sealed() {
+            for datagram in self.sealed.between(network, src, dst) {
+                let known = Known { datagram: Some(datagram), ..known };
+                self.kernel.flows().install(&known, &sender, &way, &terms);
+            }
+        } else {
+            self.kernel.flows().install(&known, &sender, &way, &terms);
+        }
         // Refused ones are offered again, too.
         true
     }
@@ -196,6 +217,8 @@ pub(super) struct CorePart {
     pub(super) vxlan_listen: Option<SocketAddr>,
     /// What the running vnetd hands over.
     pub(super) inheritance: Option<Arc<Inheritance>>,
+    /// Sessions whose datagrams take the wire of sealed links.
+    pub(super) sealed: Arc<SealedSessions>,
 }
 
 /// The kernel path of a core.
@@ -222,11 +245,11 @@ pub(super) struct KernelPath {
 impl KernelPath {
     /// Joins `kernel` to a core with its first setup.
     pub(super) fn new(kernel: Arc<Kernel>, setup: Arc<Setup>, core: CorePart) -> io::Result<KernelPath> {
-        let CorePart { learned, started, outlive, vxlan_listen, inheritance } = core;
+        let CorePart { learned, started, outlive, vxlan_listen, inheritance, sealed } = core;
         let tunnels = Arc::new(Tunnels::new(vxlan_listen));
         let started_ns = now_ns().saturating_sub(started.elapsed().as_nanos() as u64);
         let ways = ArcSwap::from_pointee(Ways::of(&setup, tunnels.clone(), None));
-        let installer = Arc::new(Installer { kernel, started_ns, setup: ways });
+        let installer = Arc::new(Installer { kernel, started_ns, setup: ways, sealed });
         let mut path = KernelPath {
             installer,
             learned,
@@ -243,7 +266,9 @@ impl KernelPath {
             inheritance,
         };
         let renewer = path.renewer();
-        path.renewer = Some(std::thread::Builder::new().name("kernel-flows".into()).spawn(renewer)?);
+        let renewer = std::thread::Builder::new().name("kernel-flows".into()).spawn(renewer)?;
+        path.installer.sealed.wake(renewer.thread().clone());
+        path.renewer = Some(renewer);
         Ok(path)
     }
 
@@ -297,7 +322,8 @@ impl KernelPath {
         strangers: &Arc<PortStats>,
     ) -> Result<Arc<WirePath>, String> {
         let (wire, hosts) = (wire.map_err(|error| error.to_string())?, (self.outlive, self.tunnels.clone()));
-        let wire = WirePath::open(self.kernel(), wire, courier.clone(), strangers.clone(), hosts)?;
+        let sealed = self.installer.sealed.clone();
+        let wire = WirePath::open(self.kernel(), wire, courier.clone(), (strangers.clone(), sealed), hosts)?;
         self.wire.store(Some(wire.clone()));
         Ok(wire)
     }
@@ -305,10 +331,16 @@ impl KernelPath {
     /// Checks that the kernel sends known flows of `link` by itself.
     ///
     /// # Errors
-    /// The reason why vnetd forwards all its frames, in one line.
+    /// The reason why vnetd forwards its frames, in one line.
     pub(super) fn reaches(&self, link: &Arc<Link>, now_ms: u64) -> Result<(), String> {
-        if let Tunnel::Vtep(_) = link.tunnel()? {
-            return Ok(self.tunnels.is_ready(link)?);
+        match link.tunnel()? {
+            Tunnel::Vtep(_) => return Ok(self.tunnels.is_ready(link)?),
+            Tunnel::Sealed(_) => {
+                let is_ready = |wire: &Arc<WirePath>| wire.is_ready(link, now_ms).is_ok();
+                let is_ready = self.wire.load_full().as_ref().is_some_and(is_ready);
+                return Err(if is_ready { SEALED_BY_APPLICATIONS } else { "it is sealed" }.into());
+            }
+            Tunnel::Wire(_) => {}
         }
         if let Some(wire) = &*self.wire.load() {
             return Ok(wire.is_ready(link, now_ms)?);
@@ -351,7 +383,7 @@ impl KernelPath {
         self.installer.setup.store(Arc::new(Ways::of(setup, self.tunnels.clone(), wire)));
         self.current.store(setup.clone());
         self.kernel().set_generation(setup.generation);
-        self.tunnels.publish(self.kernel(), setup);
+        self.tunnels.publish(self.kernel(), &self.current);
         if !self.serving.swap(true, Relaxed) {
             let now_ns = now_ns();
             self.kernel().tick(now_ns, now_ns + self.outlive.as_nanos() as u64);
@@ -386,14 +418,16 @@ impl KernelPath {
         move || {
             let (mut generation, mut rounds) = (None, 0_u64);
             let mut inherits = true;
+            let mut due = Instant::now() + RENEW;
             while !stopping.load(Relaxed) {
-                std::thread::park_timeout(RENEW);
+                std::thread::park_timeout(due.saturating_duration_since(Instant::now()));
                 let _round = round.lock();
                 let (now_ns, now_ms) = (now_ns(), started.elapsed().as_millis() as u64);
                 let end_ns = now_ns + outlive.as_nanos() as u64;
                 if !serving.load(Relaxed) {
                     // Flows of a vnetd that has died end if this one dies, too.
                     kernel.postpone(end_ns);
+                    due = Instant::now() + RENEW;
                     continue;
                 }
                 let setup = current.load_full();
@@ -401,20 +435,24 @@ impl KernelPath {
                     router.adopt(setup.table.clone());
                     router.offer_to(Verdicts { to: to.clone(), generation: setup.generation });
                 }
-                for (flow, terms) in kernel.flows().sweep(now_ns, RENEW_AHEAD_NS) {
-                    // A frame of a flow that has changed comes up by itself. Until then nothing shows that its source is still there.
-                    if kernel.is_current(&terms) {
-                        let Known { network, from, dst, src } = flow;
-                        router.renew(&Flow { network, src, dst, from }, now_ms);
-                        if let Some(Port::Link(port)) = setup.port(from) {
-                            port.link.vtep_heard(now_ms);
-                        }
+                for flow in installer.sealed.fresh() {
+                    router.renew(&flow, now_ms);
+                }
+                if Instant::now() < due {
+                    continue;
+                }
+                due = Instant::now() + RENEW;
+                for flow in in_use(&kernel, now_ns) {
+                    router.renew(&flow, now_ms);
+                    if let Some(Port::Link(port)) = setup.port(flow.from) {
+                        port.link.vtep_heard(now_ms);
                     }
                 }
                 installer.setup.load().end_downed(&kernel);
                 kernel.tick(now_ns, end_ns);
                 rounds += 1;
                 if rounds.is_multiple_of(ROUNDS_PER_TRIAL) {
+                    tunnels.publish(&kernel, &current);
                     if let Some(wire) = &*wire.load() {
                         wire.tick(&kernel, now_ms);
                     }
@@ -434,6 +472,16 @@ impl KernelPath {
             }
         }
     }
+}
+
+/// Flows in use whose verdicts end soon and have not changed: a frame of one that has changed comes up by itself, and until then nothing
+/// shows that its source is still there.
+fn in_use(kernel: &Kernel, now_ns: u64) -> HashSet<Flow> {
+    let used = kernel.flows().sweep(now_ns, RENEW_AHEAD_NS).into_iter();
+    // The datagrams of two stations have one verdict.
+    used.filter(|(_, terms)| kernel.is_current(terms))
+        .map(|(Known { network, from, dst, src, .. }, _)| Flow { network, src, dst, from })
+        .collect()
 }
 
 /// Removes devices of a vnetd that has died and that this vnetd has not adopted.

@@ -140,6 +140,7 @@ impl World {
             outlive: Duration::ZERO,
             vxlan_listen: Some(SocketAddr::from((Ipv4Addr::UNSPECIFIED, vxlan::PORT))),
             inheritance: None,
+            sealed: Arc::default(),
         };
         let path = KernelPath::new(kernel, setup, core).unwrap();
         let stats: Vec<_> = (0..PORTS).map(|_| Arc::default()).collect();

@@ -28,7 +28,8 @@
 //! - [`in_place`](mod@self::in_place): frames received straight into a guest's buffers (cut-through forwarding).
 //! - [`dispatcher_stats`]: a dispatcher's own statistics.
 //! - `observe`: records frames for captures; [`observers`](mod@self::observers): active captures and cache queries.
-//! - `kernel_path`: verdicts that the kernel applies by itself; `tunnels`: between hosts; `wire_path`: to vnet hosts.
+//! - `kernel_path`: verdicts that the kernel applies by itself; `tunnels`: between hosts; `wire_path`: to vnet hosts;
+//!   [`sealed_sessions`]: what applications have sealed, across sealed links.
 //! - [`timeline`](mod@self::timeline): when a guest is notified of what arrives, and when it reacts.
 //! - [`mode`](mod@self::mode): guest-driven or VMM-driven queues; `served`: when a queue is polled and when it sleeps.
 //! - [`yielding`](mod@self::yielding): the yield strategy of an idle dispatcher.
@@ -54,6 +55,7 @@ pub mod observers;
 mod pending;
 mod publication;
 pub mod recruit;
+pub mod sealed_sessions;
 mod served;
 #[cfg(test)]
 mod served_model;

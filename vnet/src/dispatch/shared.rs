@@ -8,6 +8,7 @@ use std::time::Instant;
 use super::dispatcher_stats::DispatcherStats;
 use super::kernel_path::{CorePart, KernelPath};
 use super::publication::Publication;
+use super::sealed_sessions::SealedSessions;
 use super::setup::{Parts, Setup};
 use crate::inherit::{Inheritance, KERNEL_LOCK, KERNEL_MOUNT};
 use crate::interface::{headroom, veth};
@@ -31,6 +32,7 @@ pub(super) struct Shared {
     pub(super) publication: Publication<Setup>,
     pollers: Vec<Poller>,
     learned: Arc<Learned>,
+    sealed: Arc<SealedSessions>,
     kernel: KernelPart,
     /// The kernel's own path, or the reason why it is unavailable. Created when the first interface requests it, because loading
     /// its programs takes time and memory.
@@ -46,6 +48,7 @@ impl Shared {
             publication: Publication::new(count, Setup::new(Parts::default())),
             pollers: (0..count).map(|_| Poller::new()).collect::<io::Result<_>>()?,
             learned: Arc::new(Learned::new()),
+            sealed: Arc::default(),
             kernel,
             kernel_path: OnceLock::new(),
             dispatcher_stats: (0..count).map(|_| Arc::default()).collect(),
@@ -70,6 +73,10 @@ impl Shared {
 
     pub(super) fn learned(&self) -> &Arc<Learned> {
         &self.learned
+    }
+
+    pub(super) fn sealed(&self) -> &Arc<SealedSessions> {
+        &self.sealed
     }
 
     pub(super) fn kernel_part(&self) -> &KernelPart {
@@ -131,6 +138,7 @@ impl Shared {
             outlive: *time,
             vxlan_listen: self.kernel.vxlan_listen,
             inheritance: self.kernel.inheritance.clone(),
+            sealed: self.sealed.clone(),
         };
         KernelPath::new(kernel, self.setup(), part)
             .map_err(|error| format!("cannot start the thread of kernel flows: {error}"))

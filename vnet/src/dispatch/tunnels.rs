@@ -1,7 +1,7 @@
 //! Links whose known flows the kernel sends by itself, joined to dispatchers: which links, their routes, and programs at devices of the
 //! underlay.
 //!
-//! Native links take the wire (`wire_path`). A VXLAN link with one VTEP needs no device and no agreement with the other host: programs
+//! Native links take the wire (`wire_path`), sealed ones only with what applications have sealed (`sealed_sessions`). A VXLAN link with one VTEP needs no device and no agreement with the other host: programs
 //! make its datagrams as vnetd would, from source ports that the link's own sockets hold, and take those that arrive at the VXLAN
 //! port. What programs cannot send in one datagram comes up to vnetd, so a VTEP never gets IP fragments. What they leave at the
 //! underlay's device arrives at vnetd's socket.
@@ -45,6 +45,7 @@ pub(super) struct Tunnels {
     /// Devices of the underlay, by index.
     programs: Mutex<HashMap<u32, UnderlayDevice>>,
     ticks: AtomicUsize,
+    publishing: Mutex<()>,
 }
 
 /// A device of the underlay.
@@ -64,6 +65,7 @@ impl Tunnels {
             roads: ArcSwap::default(),
             programs: Mutex::default(),
             ticks: AtomicUsize::new(0),
+            publishing: Mutex::default(),
         }
     }
 
@@ -85,7 +87,7 @@ impl Tunnels {
     /// The reason why the kernel does not reach its other host.
     fn end(&self, link: &Link) -> Result<End, &'static str> {
         match link.tunnel()? {
-            Tunnel::Wire(remote) => Ok(End { remote, port: WIRE_PORT }),
+            Tunnel::Wire(remote) | Tunnel::Sealed(remote) => Ok(End { remote, port: WIRE_PORT }),
             Tunnel::Vtep(vtep) => {
                 let listen = self.vxlan_listen.ok_or("vxlan_listen is not set")?;
                 Ok(End { remote: *vtep.ip(), port: listen.port() })
@@ -150,8 +152,22 @@ impl Tunnels {
         }
     }
 
-    /// Takes the links of `setup`, and no others.
-    pub(super) fn publish(&self, kernel: &Kernel, setup: &Setup) {
+    /// Takes the links of the current setup, and no others. Call it also while a setup lasts: the other host of a sealed link may roam.
+    pub(super) fn publish(&self, kernel: &Kernel, current: &ArcSwap<Setup>) {
+        // Control and the renewer call this: who comes last has the newest setup.
+        let _one_at_a_time = self.publishing.lock();
+        let setup = current.load();
+        let links = self.links_of(&setup);
+        let is_same =
+            |end: &End| links.get(end).map(Arc::as_ptr) == self.links.load().get(end).map(Arc::as_ptr);
+        if links.len() != self.links.load().len() || !links.keys().all(is_same) {
+            self.links.store(Arc::new(links));
+            self.set_peers(kernel);
+        }
+    }
+
+    /// The links that the kernel reaches, by the ends of their datagrams.
+    fn links_of(&self, setup: &Setup) -> HashMap<End, Arc<Link>> {
         let (mut links, mut twice) = (HashMap::new(), HashSet::new());
         for link in setup.peers.links() {
             if let Ok(end) = self.end(link)
@@ -162,8 +178,7 @@ impl Tunnels {
             }
         }
         links.retain(|end, _| !twice.contains(end));
-        self.links.store(Arc::new(links));
-        self.set_peers(kernel);
+        links
     }
 
     fn set_peers(&self, kernel: &Kernel) {

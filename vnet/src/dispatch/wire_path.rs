@@ -1,9 +1,10 @@
 //! The wire, joined to dispatchers: the links that use it, its trials, and its frames that come up.
 //!
-//! A link may use the wire if it is native, in clear text, and leads to an IPv4 address that no other link has
+//! A link may use the wire if it is native and leads to an IPv4 address that no other link has
 //! ([`Link::wire_remote`]). Trials show whether it works (`link/native/wire_state.rs`). Frames that arrive by the wire are checked
 //! twice: programs drop those from addresses of no such link; a frame that comes up is checked against the dispatcher's own setup, as a
-//! datagram of the link would be.
+//! datagram of the link would be. A sealed link's wire carries only what applications have sealed (`sealed_sessions`): everything else
+//! that arrives by it is dropped.
 //!
 //! ARP and ND between known stations come up. If the other host's vnetd is silent, they leave by the wire: it has probably died, and
 //! native datagrams would be lost, but the kernel there still forwards what the wire brings. So neighbours go on to answer each other's
@@ -15,6 +16,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::sealed_sessions::SealedSessions;
 use super::setup::{Feeder, Port, SendNeighbours, Setup, SetupView, SourceParts};
 use super::tunnels::Tunnels;
 use crate::frame::{Batch, DropSink, FRAME_MAX, Frame, NetworkId, Origin, PortId, Selection};
@@ -51,6 +53,7 @@ pub(super) struct WirePath {
     tunnels: Arc<Tunnels>,
     /// Counters of frames that belong to no link.
     strangers: Arc<PortStats>,
+    sealed: Arc<SealedSessions>,
 }
 
 impl WirePath {
@@ -62,13 +65,13 @@ impl WirePath {
         kernel: &Arc<Kernel>,
         wire: Wire,
         courier: Courier,
-        strangers: Arc<PortStats>,
+        (strangers, sealed): (Arc<PortStats>, Arc<SealedSessions>),
         (outlive, tunnels): (Duration, Arc<Tunnels>),
     ) -> Result<Arc<WirePath>, String> {
         let attached = kernel.attach_wire(&wire.device, &wire.tap).map_err(|error| error.to_string())?;
         wire.raise().map_err(|error| format!("cannot set up the wire: {error}"))?;
         tunnels.add_wire();
-        Ok(Arc::new(WirePath { _attached: attached, wire, courier, outlive, tunnels, strangers }))
+        Ok(Arc::new(WirePath { _attached: attached, wire, courier, outlive, tunnels, strangers, sealed }))
     }
 
     /// A duplicate of the TAP's descriptor.
@@ -114,6 +117,9 @@ impl WirePath {
             self.wire.try_out(*ip);
             self.courier.announce_wire(link, self.outlive, now_ms);
             match link.wire_change(now_ms) {
+                Some(true) if link.needs_seal() => {
+                    tracing::info!(link = link.name(), "what applications have sealed takes the wire");
+                }
                 Some(true) => tracing::info!(link = link.name(), "known flows of containers take the wire"),
                 Some(false) => {
                     kernel.flows().end(&[link.stats()]);
@@ -131,7 +137,7 @@ impl WirePath {
 impl SendNeighbours for WirePath {
     fn silent_host(&self, link: &Link, now_ms: u64) -> Option<Ipv4Addr> {
         let is_silent = link.heard_ms().is_none_or(|heard_ms| now_ms > heard_ms + SILENT_MS);
-        link.wire_remote().filter(|_| is_silent && link.is_wire_ready(now_ms))
+        link.wire_remote().filter(|_| is_silent && !link.needs_seal() && link.is_wire_ready(now_ms))
     }
 
     fn send_neighbours(
@@ -210,6 +216,10 @@ impl Source for WireSource {
                 drops.refused(stats, link.port(), DropReason::WrongNetwork, bytes);
                 continue;
             };
+            if link.needs_seal() && !self.path.sealed.has(network, &room[START..len]) {
+                stats.discard(DiscardReason::SealRequired, 1);
+                continue;
+            }
             let origin = Origin { port: link.port(), network };
             match batch.push_spare(START, len, origin, offload) {
                 Ok(()) => {

@@ -139,7 +139,7 @@ pub struct Counted {
 
 /// One flow's slot.
 struct Slot {
-    key: FlowKey,
+    flow: Known,
     from: Sender,
     to: Destination,
     /// Frames and bytes of the tally when the slot was taken.
@@ -199,7 +199,7 @@ impl Flows {
         let mut book = self.book.lock();
         let counted = |(at, slot): (&u32, &mut Slot)| {
             slot.count(&self.tallies.get()[*at as usize]);
-            Counted { slot: *at, from: slot.key.from(), to: slot.to.port, counted: slot.counted }
+            Counted { slot: *at, from: slot.flow.from, to: slot.to.port, counted: slot.counted }
         };
         book.slots.iter_mut().map(counted).collect()
     }
@@ -215,7 +215,7 @@ impl Flows {
     pub fn install(&self, flow: &Known, from: &Sender, to: &Destination, terms: &Terms) -> bool {
         let key = FlowKey::new(flow);
         let mut book = self.book.lock();
-        let Some(slot) = book.slot(key, from, to, &self.tallies) else {
+        let Some(slot) = book.slot(flow, from, to, &self.tallies) else {
             book.refused += 1;
             return false;
         };
@@ -268,7 +268,7 @@ impl Flows {
             let until_ns = slot.terms.map_or(0, |terms| terms.until_ns);
             if until_ns.saturating_sub(now_ns) < ahead_ns && used_ns > slot.used_ns {
                 slot.used_ns = used_ns;
-                used.extend(slot.key.known().zip(slot.terms));
+                used.extend(slot.terms.map(|terms| (slot.flow, terms)));
             } else if until_ns <= now_ns {
                 ended.push(*at);
             }
@@ -287,7 +287,7 @@ impl Flows {
         let book = self.book.lock();
         let leads = |key: &&FlowKey| book.map.get(key, 0).is_ok_and(|flow| flow.device == device);
         let sources = book.adopted.keys().filter(leads);
-        sources.filter_map(|key| Some(key.known()?.src)).collect()
+        sources.filter_map(FlowKey::source).collect()
     }
 
     /// Removes the flows of a vnetd that has died or that this one succeeds. No program may follow them any more. Returns what the latter
@@ -316,9 +316,9 @@ impl Flows {
         let carried = |(at, slot): (&u32, &mut Slot)| {
             slot.count(&self.tallies.get()[*at as usize]);
             let [frames, bytes] = [0, 1].map(|at| slot.counted[at].wrapping_sub(slot.first[at]));
-            Some(Carried { flow: slot.key.known()?, to: slot.to.port, frames, bytes })
+            Carried { flow: slot.flow, to: slot.to.port, frames, bytes }
         };
-        let mut all: Vec<_> = book.slots.iter_mut().filter_map(carried).collect();
+        let mut all: Vec<_> = book.slots.iter_mut().map(carried).collect();
         all.sort_unstable_by_key(|carried| (std::cmp::Reverse(carried.bytes), carried.flow));
         all.truncate(most);
         all
@@ -388,14 +388,15 @@ impl Book {
         self.free = (0..FLOWS_MAX).rev().filter(|slot| is_free[*slot as usize]).collect();
     }
 
-    /// The slot of flow `key`, a new one if it has none; `None` at the limit.
+    /// The slot of `flow`, a new one if it has none; `None` at the limit.
     fn slot(
         &mut self,
-        key: FlowKey,
+        flow: &Known,
         from: &Sender,
         to: &Destination,
         tallies: &Mapping<Tally>,
     ) -> Option<u32> {
+        let key = FlowKey::new(flow);
         if let Some(at) = self.by_key.get(&key) {
             let slot = self.slots.get_mut(at)?;
             // Frames so far went to the old destination.
@@ -417,14 +418,15 @@ impl Book {
         let counted = [tally.frames.load(Relaxed), tally.bytes.load(Relaxed)];
         let used_ns = tally.used_ns.load(Relaxed);
         let (from, to) = (from.clone(), to.clone());
-        self.slots.insert(at, Slot { key, from, to, first: counted, counted, terms: None, used_ns });
+        self.slots.insert(at, Slot { flow: *flow, from, to, first: counted, counted, terms: None, used_ns });
         self.by_key.insert(key, at);
         Some(at)
     }
 
     /// Removes the flow in slot `at`; the slot is free after the next sweep.
     fn remove(&mut self, at: u32) {
-        let Some((key, payer)) = self.slots.get(&at).map(|slot| (slot.key, slot.from.payer)) else { return };
+        let Some(slot) = self.slots.get(&at) else { return };
+        let (key, payer) = (FlowKey::new(&slot.flow), slot.from.payer);
         // Absent when its installation failed.
         let _ = self.map.remove(&key);
         if self.by_key.remove(&key).is_some() {

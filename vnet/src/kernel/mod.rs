@@ -60,6 +60,8 @@ mod pins;
 #[cfg(test)]
 mod pins_tests;
 #[cfg(test)]
+mod sealed_tests;
+#[cfg(test)]
 mod segment_tests;
 mod shared;
 mod succession;

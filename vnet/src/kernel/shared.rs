@@ -7,6 +7,7 @@ use aya::Pod;
 
 use crate::frame::{NetworkId, PortId};
 use crate::wire::ethernet::Mac;
+use crate::wire::sealed_datagram::SealedDatagram;
 
 /// Maximum number of installed flows.
 pub const FLOWS_MAX: u32 = 65_536;
@@ -24,6 +25,8 @@ pub struct Known {
     pub dst: Mac,
     /// Source.
     pub src: Mac,
+    /// Only these datagrams of it, by a sealed link; `None`: all its frames.
+    pub datagram: Option<SealedDatagram>,
 }
 
 /// A flow as a key of the programs' map.
@@ -34,22 +37,24 @@ pub(super) struct FlowKey {
     from: u16,
     dst: [u8; 6],
     src: [u8; 6],
-    zero: u16,
+    is_sealed: u16,
 }
 
 impl FlowKey {
     pub(super) fn new(flow: &Known) -> FlowKey {
-        let Known { network, from, dst, src } = *flow;
-        FlowKey { network: network.get(), from: from.0, dst: dst.0, src: src.0, zero: 0 }
+        let Known { network, from, dst, src, datagram } = *flow;
+        let (network, from, is_sealed) = (network.get(), from.0, u16::from(datagram.is_some()));
+        let Some(SealedDatagram { src: source, dst: destination }) = datagram else {
+            return FlowKey { network, from, dst: dst.0, src: src.0, is_sealed };
+        };
+        let ([a, b, c, d], [e, f, g, h]) = (source.ip().octets(), destination.ip().octets());
+        let ([i, j], [k, l]) = (source.port().to_be_bytes(), destination.port().to_be_bytes());
+        FlowKey { network, from, dst: [a, b, c, d, e, f], src: [g, h, i, j, k, l], is_sealed }
     }
 
-    pub(super) fn from(&self) -> PortId {
-        PortId(self.from)
-    }
-
-    pub(super) fn known(&self) -> Option<Known> {
-        let network = NetworkId::new(self.network)?;
-        Some(Known { network, from: self.from(), dst: Mac(self.dst), src: Mac(self.src) })
+    /// Source of the flow's frames; `None` if the key has none.
+    pub(super) fn source(&self) -> Option<Mac> {
+        (self.is_sealed == 0).then_some(Mac(self.src))
     }
 }
 
@@ -241,7 +246,7 @@ mod tests {
     #[test]
     fn structs_are_those_of_the_header() {
         let (mut ours, mut probe) = layout! {
-            "flow_key" = FlowKey { network, from, dst, src, zero }
+            "flow_key" = FlowKey { network, from, dst, src, is_sealed }
             "flow" = FlowValue {
                 until_ns, id, generation, buckets, versions, slot, kind, own_address, device, len_max, remote, segment_max,
                 underlay, port, local, next_hop, first_port, port_mask, ecn_mask, namespace
@@ -264,6 +269,7 @@ mod tests {
             ("WIRE_PORT", WIRE_PORT.into()),
             ("SUPER_FRAME_MAX", SUPER_FRAME_MAX),
             ("DEAD_NS", DEAD_NS as usize),
+            ("SEALED_PACKET", crate::wire::sealed_datagram::SEALED_PACKET.into()),
         ] {
             writeln!(ours, "{name} {ours_is}").unwrap();
             writeln!(probe, "printf(\"{name} %zu\\n\", (size_t){name});").unwrap();

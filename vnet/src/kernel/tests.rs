@@ -177,7 +177,7 @@ fn frame(dst: Mac, len: usize) -> Vec<u8> {
 }
 
 pub(super) fn known(dst: Mac) -> Known {
-    Known { network: NetworkId::DEFAULT, from: FROM, dst, src: A }
+    Known { network: NetworkId::DEFAULT, from: FROM, dst, src: A, datagram: None }
 }
 
 pub(super) fn terms() -> Terms {

@@ -43,6 +43,8 @@ pub struct Link {
 pub enum Tunnel {
     /// By the wire ([`native::wire_state`](super::native::wire_state)), to a vnet host.
     Wire(Ipv4Addr),
+    /// The same, but only for datagrams that applications have sealed end to end: the link is sealed.
+    Sealed(Ipv4Addr),
     /// By VXLAN datagrams of the link's own, to a VTEP.
     Vtep(SocketAddrV4),
 }
@@ -216,15 +218,14 @@ impl Link {
         udp_payload(self.path_mtu(), self.remote().is_some_and(|remote| remote.is_ipv4()))
     }
 
-    /// How the kernel sends this link's known flows by itself, if it may. Sealed and relayed links and those limited to source
-    /// addresses stay on vnetd's own datagrams, which the kernel could neither encrypt nor check; so do links with several VTEPs, of
-    /// which vnetd chooses one for each frame.
+    /// How the kernel sends this link's known flows by itself, if it may. Relayed links and those limited to source addresses stay on
+    /// vnetd's own datagrams, and so do links with several VTEPs, of which vnetd chooses one for each frame. The kernel does not
+    /// encrypt, so a sealed link leaves it only what is encrypted already.
     ///
     /// # Errors
     /// The reason why it may not.
     pub fn tunnel(&self) -> Result<Tunnel, &'static str> {
         match &self.kind {
-            Kind::Native(native) if native.seal.is_some() => return Err("it is sealed"),
             Kind::Native(native) if native.via.is_some() => return Err("it is relayed"),
             Kind::Vxlan(vxlan) if vxlan.vteps.group().is_some() => return Err("it has a multicast group"),
             Kind::Vxlan(vxlan) if vxlan.vteps.addresses().len() > 1 => return Err("it has several VTEPs"),
@@ -240,14 +241,18 @@ impl Link {
             IpAddr::V6(_) => Err("its remote is an IPv6 address"),
             IpAddr::V4(ip) if ip.is_loopback() => Err("its remote is this host"),
             IpAddr::V4(ip) if ip.is_unspecified() => Err("its remote is not known"),
+            IpAddr::V4(ip) if self.needs_seal() => Ok(Tunnel::Sealed(ip)),
             IpAddr::V4(ip) if self.native().is_some() => Ok(Tunnel::Wire(ip)),
             IpAddr::V4(ip) => Ok(Tunnel::Vtep(SocketAddrV4::new(ip, remote.port()))),
         }
     }
 
-    /// The other host's address on the wire, if this link's known flows may take it.
+    /// The other host's address on the wire, if this link's known flows, or sealed datagrams, may take it.
     pub fn wire_remote(&self) -> Option<Ipv4Addr> {
-        if let Ok(Tunnel::Wire(remote)) = self.tunnel() { Some(remote) } else { None }
+        match self.tunnel() {
+            Ok(Tunnel::Wire(remote) | Tunnel::Sealed(remote)) => Some(remote),
+            Ok(Tunnel::Vtep(_)) | Err(_) => None,
+        }
     }
 
     /// Source ports for VXLAN datagrams that the kernel's own path makes, owned by sockets of this link: the first, and their number.

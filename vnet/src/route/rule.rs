@@ -162,7 +162,7 @@ impl Rule {
 }
 
 /// The inputs of a routing decision, besides time: network, addresses and ingress port.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Flow {
     /// Network of the flow.
     pub network: NetworkId,

@@ -11,6 +11,7 @@ pub mod native;
 pub mod neighbour;
 pub mod offload;
 pub mod partial;
+pub mod sealed_datagram;
 pub mod segment;
 pub mod sender;
 pub mod socks;

@@ -106,6 +106,8 @@ INLINE long to_guest(struct __sk_buff *skb, __u32 device, __u32 own_address)
 }
 
 #define ETH_LEN 14
+#define IP_LEN 20
+#define UDP_LEN 8
 #define ETH_P_IP_BE __builtin_bswap16(0x0800)
 #define ETH_P_IPV6_BE __builtin_bswap16(0x86dd)
 #define ETH_P_ARP_BE __builtin_bswap16(0x0806)
@@ -187,6 +189,34 @@ INLINE int is_vnetd_alive(__u64 now_ns)
 	return is && now_ns < is->clock_ns + DEAD_NS;
 }
 
+/* Makes the key that of a sealed datagram in the frame at `at`. 0: the frame is none. */
+INLINE int is_sealed_datagram(struct __sk_buff *skb, __u32 at, struct flow_key *key)
+{
+	struct {
+		struct ip4 ip;
+		struct {
+			__u16 sport, dport;
+		} ports;
+		__u16 len, sum;
+		__u8 first;
+	} in;
+	struct datagram datagram;
+
+	if (skb->vlan_present || bpf_skb_load_bytes(skb, at + ETH_LEN, &in, IP_LEN + UDP_LEN + 1))
+		return 0;
+	/* Not a fragment: only the first has ports. */
+	if (in.ip.version != 0x45 || in.ip.protocol != UDP || in.ip.fragment & __builtin_bswap16(0x3fff) ||
+	    in.first != SEALED_PACKET)
+		return 0;
+	datagram.src = in.ip.src;
+	datagram.dst = in.ip.dst;
+	datagram.sport = in.ports.sport;
+	datagram.dport = in.ports.dport;
+	__builtin_memcpy(key->dst, &datagram, sizeof(datagram));
+	key->is_sealed = 1;
+	return 1;
+}
+
 /* A frame's valid verdict, and what the flow's tally gets for the frame. */
 struct verdict {
 	struct flow flow;
@@ -208,12 +238,14 @@ INLINE int find(struct __sk_buff *skb, __u32 at, __u16 from, __u32 network, stru
 	/* Destination, source and type, as they lie in the frame. The kernel keeps a VLAN tag elsewhere. */
 	if (bpf_skb_load_bytes(skb, at, key.dst, ETH_LEN))
 		return 0;
-	ethertype = key.zero;
-	key.zero = 0;
+	ethertype = key.is_sealed;
+	key.is_sealed = 0;
 	/* vnetd answers, floods and limits group frames. */
 	if (key.dst[0] & 1)
 		return 0;
 	found = bpf_map_lookup_elem(&flows, &key);
+	if (!found && ethertype == ETH_P_IP_BE && is_sealed_datagram(skb, at, &key))
+		found = bpf_map_lookup_elem(&flows, &key);
 	if (!found)
 		return 0;
 	*flow = *found;

@@ -12,14 +12,24 @@
 /* Buckets of learned addresses, and the one that never changes (route/learning.rs). */
 #define VERSIONS 4097
 
-/* A flow, as the router's cache has it. */
+/* A flow, as the router's cache has it; or one of datagrams that two applications seal end to end, of which only these take a sealed
+ * link's wire: then `dst` and `src` have two IPv4 addresses and two ports, see struct datagram. */
 struct flow_key {
 	__u32 network;
 	__u16 from;
 	__u8 dst[6];
 	__u8 src[6];
-	__u16 zero;
+	__u16 is_sealed;
 };
+
+/* Source and destination of sealed datagrams, in the byte order of a frame, in place of the 12 bytes of a flow's addresses. */
+struct datagram {
+	__u32 src, dst;
+	__u16 sport, dport;
+};
+
+/* First byte of a sealed packet of the interconnect (docs/interconnect.md). */
+#define SEALED_PACKET 0x20
 
 enum { TO_INTERFACE = 1, TO_LINK = 2 };
 

@@ -56,7 +56,6 @@ INLINE int fit(struct __sk_buff *skb, __u32 segment_max)
 }
 
 #define OUTER_LEN 50
-#define IP_LEN 20
 #define VXLAN_FLAGS_BE __builtin_bswap32(0x08000000)
 #define DONT_FRAGMENT_BE __builtin_bswap16(0x4000)
 /* Since Linux 5.13. */
