@@ -109,6 +109,9 @@ uint16_t vnet_rdma_port(const vnet_rdma_node *node);
 int vnet_rdma_endpoint_open(vnet_rdma_node *node, int number, vnet_rdma_endpoint **endpoint);
 /* Closes it: its operations end without completion, its memory is deregistered. */
 void vnet_rdma_endpoint_close(vnet_rdma_endpoint *endpoint);
+/* Sets its share of what the node sends, from now on: among endpoints that have something to send bytes are divided by `weight`, 1 to 100 (100
+ * unless it is set), and it sends at most `rate` bytes per second; 0: no limit. -EINVAL: there is no such weight. */
+int vnet_rdma_endpoint_share(vnet_rdma_endpoint *endpoint, uint32_t weight, uint64_t rate);
 /* Its number. */
 uint16_t vnet_rdma_endpoint_number(const vnet_rdma_endpoint *endpoint);
 

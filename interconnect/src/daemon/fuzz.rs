@@ -8,10 +8,9 @@ use std::sync::atomic::AtomicU64;
 use super::entry::{Entry, Event, Submission, WORDS};
 use super::queue::Queues;
 use super::service::{self, Room};
-use super::share::ShareSettings;
 use super::translation::{Budget, Total};
 use crate::meeting::Ends;
-use crate::proto::Config;
+use crate::proto::{Config, ShareSettings};
 use crate::ring::{Bell, Word, create};
 
 /// Bytes of the process's registered memory, and its number.

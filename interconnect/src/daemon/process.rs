@@ -22,7 +22,8 @@ use crate::node::pages::Pages;
 use crate::node::socket::{datagram_to, wait_readable};
 use crate::node::{Error, Options};
 use crate::proto::{
-    Access, Completion, Key, Kind, Match, Outgoing, Peer, PostError, Receive, Seen, Shape, Span, Status,
+    Access, Completion, Key, Kind, Match, Outgoing, Peer, PostError, Receive, Seen, Shape, ShareSettings,
+    Span, Status,
 };
 use crate::ring::{Bell, Word};
 
@@ -366,6 +367,11 @@ impl Endpoint {
             inner.kept.push(Arc::clone(pages));
         }
         self.register_at(pages.span(), 0, access, None)
+    }
+
+    pub(crate) fn set_share(&self, share: ShareSettings) -> Result<(), Error> {
+        let endpoint = self.number;
+        self.shared.call(|ticket| Submission::Share { ticket, endpoint, share }).map(|_| ())
     }
 
     pub(crate) fn deregister(&self, key: Key) -> Result<(), Error> {

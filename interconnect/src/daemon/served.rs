@@ -9,10 +9,10 @@ use super::carrier::Carrier;
 use super::entry::{Answer, Event, Extent, Submission, Task, ended};
 use super::lent::Inbox;
 use super::queue::Queues;
-use super::share::Share;
 use super::translation::{Budget, Foreign, Translation};
 use crate::closer::close_or_leak_now;
 use crate::node::socket::segments;
+use crate::proto::share::Share;
 use crate::proto::{
     Atomic, Config, Engine, Kind, Match, Outgoing, Peer, PostError, Receive, Shape, Span, Status,
 };
@@ -67,6 +67,8 @@ pub(super) struct Counts {
     pub(super) bytes_out: u64,
     pub(super) packets_out: u64,
     pub(super) packets_in: u64,
+    /// How often the rate limit of an endpoint began to hold packets back.
+    pub(super) held_back: u64,
 }
 
 pub(super) struct Served {
@@ -266,6 +268,9 @@ impl Served {
                 let receive = |span| self.engine.receive_claimed(endpoint, claim, span, context);
                 done(ticket, Ok(span.is_some_and(receive).into()))
             }
+            Submission::Share { ticket, endpoint, share } => {
+                done(ticket, self.engine.set_share(endpoint, share).map(|()| 1))
+            }
         })
     }
 
@@ -336,7 +341,7 @@ impl Served {
             let Some(packet) = self.engine.depart(now) else { break };
             let bytes = packet.header.as_bytes().len() + packet.payload.len();
             self.carrier.send(&packet);
-            share.spend(now, bytes);
+            share.spend(now, bytes as u64);
             self.counts.packets_out += 1;
             self.counts.bytes_out += bytes as u64;
         }
@@ -395,7 +400,7 @@ impl Served {
     }
 
     pub(super) fn counts(&self) -> Counts {
-        self.counts
+        Counts { held_back: self.engine.counters().held_back, ..self.counts }
     }
 
     pub(super) fn memory(&self) -> &Translation {

@@ -20,12 +20,12 @@ use super::carrier::{Carrier, GuestPort};
 use super::lent::{Inbox as Lendings, Lent};
 use super::queue::{self, Queues};
 use super::served::{Counts, End, Served};
-use super::share::{Share, ShareSettings};
 use super::translation::{Budget, Total};
 use crate::closer::is_behind;
 use crate::meeting::Ends;
 use crate::node::socket::Socket;
-use crate::proto::Config;
+use crate::proto::share::Share;
+use crate::proto::{Config, ShareSettings};
 use crate::random::random;
 
 /// Maximum number of processes served at once, in all and of one container. One takes up to 16 MiB of socket buffers and about 40 MiB of
@@ -71,6 +71,8 @@ pub struct ContainerCounters {
     pub packets_in: u64,
     /// Turns that ended because the rate was used up.
     pub throttled: u64,
+    /// How often the rate limit of an endpoint began to hold packets back.
+    pub held_back: u64,
 }
 
 struct Container {
@@ -434,13 +436,14 @@ impl Container {
     }
 
     fn add(&mut self, counts: Counts) {
-        let Counts { submissions, refused, bytes_out, packets_out, packets_in } = counts;
+        let Counts { submissions, refused, bytes_out, packets_out, packets_in, held_back } = counts;
         let counters = &mut self.counters;
         counters.submissions += submissions;
         counters.refused += refused;
         counters.bytes_out += bytes_out;
         counters.packets_out += packets_out;
         counters.packets_in += packets_in;
+        counters.held_back += held_back;
     }
 
     /// Counters of past and present processes.
@@ -448,12 +451,14 @@ impl Container {
         let mut all = self.counters.clone();
         all.processes = self.served.len() as u64;
         for process in &self.served {
-            let Counts { submissions, refused, bytes_out, packets_out, packets_in } = process.counts();
+            let Counts { submissions, refused, bytes_out, packets_out, packets_in, held_back } =
+                process.counts();
             all.submissions += submissions;
             all.refused += refused;
             all.bytes_out += bytes_out;
             all.packets_out += packets_out;
             all.packets_in += packets_in;
+            all.held_back += held_back;
             all.endpoints += process.endpoints() as u64;
             all.mappings += process.memory().mappings() as u64;
             all.mapped_bytes += process.memory().bytes();
