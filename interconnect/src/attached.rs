@@ -191,10 +191,7 @@ impl Endpoint {
 
     /// How packets to a peer travel now. A channel to a process of this host begins by UDP.
     pub fn attachment(&self, peer: Peer) -> Attachment {
-        match &self.0 {
-            Attached::Process(own) => own.attachment(peer),
-            Attached::Daemon(_) => Attachment::Daemon,
-        }
+        either!(self, own => own.attachment(peer))
     }
 
     /// Withdraws a posted buffer. Returns false if no posted buffer has this context, or if a message is being received into

@@ -93,6 +93,8 @@ pub enum Submission {
     Peek { ticket: u64, endpoint: u16, matching: Match, claim: Option<u64> },
     /// Receives or discards a claimed message.
     Claimed { ticket: u64, endpoint: u16, claim: u64, extent: Option<Extent>, context: u64 },
+    /// Asks whether packets to the peer at this address go to a process of the daemon without the network.
+    Way { ticket: u64, peer: SocketAddr },
     /// Sets an endpoint's share of what the process sends.
     Share { ticket: u64, endpoint: u16, share: ShareSettings },
 }
@@ -317,6 +319,9 @@ impl Submission {
             Self::Share { ticket, endpoint, share } => {
                 Words::new(11, endpoint, ticket).put(8, share.weight.into()).put(9, share.rate)
             }
+            Self::Way { ticket, peer: address } => {
+                Words::new(12, 0, ticket).peer(Peer { address, endpoint: 0 })
+            }
         };
         words.0
     }
@@ -386,6 +391,7 @@ impl Submission {
                 let weight = u32::try_from(entry[8]).unwrap_or(u32::MAX);
                 Self::Share { ticket, endpoint, share: ShareSettings { weight, rate: entry[9] } }
             }
+            12 => Self::Way { ticket, peer: words.its_peer().address },
             _ => return None,
         })
     }
@@ -491,6 +497,7 @@ mod tests {
             Submission::Share { ticket: 1, endpoint: 2, share: ShareSettings { weight: u32::MAX, rate: 0 } },
         ];
         for peer in peers() {
+            all.push(Submission::Way { ticket: 9, peer: peer.address });
             all.push(Submission::Route { address: peer.address, bytes: 1392 });
             let tasks = [Task::Message(None), Task::Message(Some(0)), Task::Write(8, 9), Task::Read(8, 9)];
             for task in tasks.into_iter().chain([atomic(None), atomic(Some(small))]) {
