@@ -15,7 +15,7 @@
 //!
 //! - `entry.rs`: the entries of the queues; `queue.rs`: the queues;
 //! - `process.rs`, `posting.rs`: the process's side;
-//! - `fuzz.rs`: a hostile process, for tests;
+//! - `fuzz.rs`, `hostile.rs`: hostile processes, for tests;
 //! - `served.rs`, `room.rs`, `links.rs`, `service.rs`, `translation.rs`: the daemon's side, where all input is hostile.
 
 mod arena;
@@ -23,6 +23,8 @@ pub(crate) mod carrier;
 pub mod entry;
 #[cfg(any(test, feature = "test-util"))]
 pub mod fuzz;
+#[cfg(any(test, feature = "test-util"))]
+pub mod hostile;
 pub(crate) mod lent;
 mod links;
 mod posting;

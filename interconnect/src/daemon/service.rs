@@ -126,7 +126,7 @@ impl Service {
         socket: UdpSocket,
         limits: Config,
     ) -> io::Result<Ends> {
-        self.admit(id, settings, || provide(socket, limits))
+        self.admit(id, settings, || provide(socket, limits, None))
     }
 
     /// Serves a process in a virtual machine, whose queues lie in memory that the machine has lent, and whose packets take its interface. Later
@@ -199,8 +199,12 @@ impl Service {
     }
 }
 
-/// Creates what a process and the daemon need.
-pub(super) fn provide(socket: UdpSocket, limits: Config) -> io::Result<(Ends, Served)> {
+/// Creates what a process and the daemon need. With `lendings`, the process's memory comes that way.
+pub(super) fn provide(
+    socket: UdpSocket,
+    limits: Config,
+    lendings: Option<Arc<Lendings>>,
+) -> io::Result<(Ends, Served)> {
     // A full socket must not hold up the other processes: its packets count as lost.
     socket.set_nonblocking(true)?;
     let address = socket.local_addr()?;
@@ -208,7 +212,7 @@ pub(super) fn provide(socket: UdpSocket, limits: Config) -> io::Result<(Ends, Se
     let queues = Queues::of_daemon(memory.try_clone()?)?;
     let (bell, own, leash) = bell()?;
     let carrier = Carrier::Socket(Box::new(Socket::new(socket)?));
-    let served = Served::new(queues, own, (carrier, None), limits, life()?);
+    let served = Served::new(queues, own, (carrier, lendings), limits, life()?);
     Ok((Ends { address, memory, bell, leash }, served))
 }
 
