@@ -109,6 +109,9 @@ uint16_t vnet_rdma_port(const vnet_rdma_node *node);
 int vnet_rdma_endpoint_open(vnet_rdma_node *node, int number, vnet_rdma_endpoint **endpoint);
 /* Closes it: its operations end without completion, its memory is deregistered. */
 void vnet_rdma_endpoint_close(vnet_rdma_endpoint *endpoint);
+/* Sets its share of what the node sends, from now on: among endpoints that have something to send bytes are divided by `weight`, 1 to 100 (100
+ * unless it is set), and it sends at most `rate` bytes per second; 0: no limit. -EINVAL: there is no such weight. */
+int vnet_rdma_endpoint_share(vnet_rdma_endpoint *endpoint, uint32_t weight, uint64_t rate);
 /* Its number. */
 uint16_t vnet_rdma_endpoint_number(const vnet_rdma_endpoint *endpoint);
 
@@ -153,7 +156,8 @@ int vnet_rdma_receive_claimed(vnet_rdma_endpoint *endpoint, uint64_t claim, void
 			      uint32_t flags);
 /* How the packets to a peer travel now: by the UDP socket, or through memory shared with a process of the same host, which the host's daemon
  * gives by itself soon after the first message. VNET_RDMA_MEETING="" in the environment keeps them on the socket. With
- * VNET_RDMA_ATTACHMENT=daemon, the host's daemon runs the engine and sends all packets. To a peer behind a sealed link they are sealed, unless
+ * VNET_RDMA_ATTACHMENT=daemon, the host's daemon runs the engine and sends all packets; between two processes that it serves they
+ * need no network. To a peer behind a sealed link they are sealed, unless
  * VNET_RDMA_SEAL=off. */
 #define VNET_RDMA_ATTACHMENT_UDP 0
 #define VNET_RDMA_ATTACHMENT_SAME_HOST 1

@@ -7,7 +7,10 @@ use std::time::Duration;
 
 use crate::node::pages::Pages;
 use crate::node::{Attachment, Error, Options, RingCounters};
-use crate::proto::{Access, Completion, Counters, Key, Match, Outgoing, Peer, Receive, Seen, Shape, Span};
+use crate::proto::{
+    Access, Completion, Counters, EndpointCounters, Key, Match, Outgoing, Peer, Receive, Seen, Shape,
+    ShareSettings, Span,
+};
 use crate::seal::SealCounters;
 use crate::{daemon, node};
 
@@ -103,6 +106,25 @@ impl Endpoint {
         either!(self, own => own.number())
     }
 
+    /// Sets the endpoint's share of what its node sends, from now on. Endpoints that have something to send share that by `weight`, 1 to
+    /// 100; an endpoint starts with 100. `rate` is the most that it sends in bytes per second, 0 is no limit. A read is sent by the endpoint that
+    /// the peer has registered the memory with.
+    ///
+    /// # Errors
+    /// There is no such weight ([`PostError::BadShare`](crate::PostError::BadShare)), or the daemon has ended the attachment.
+    pub fn set_share(&self, weight: u32, rate: u64) -> Result<(), Error> {
+        let share = ShareSettings { weight, rate };
+        either!(self, own => own.set_share(share))
+    }
+
+    /// Counters of what the endpoint has sent. Those of the daemon's engine are the daemon's.
+    pub fn counters(&self) -> EndpointCounters {
+        match &self.0 {
+            Attached::Process(own) => own.counters(),
+            Attached::Daemon(_) => EndpointCounters::default(),
+        }
+    }
+
     /// Registers memory that peers address by the returned key. Its first byte has the offset 0.
     pub fn register(&self, span: Span, access: Access) -> Result<Key, Error> {
         self.register_at(span, 0, access, None)
@@ -169,10 +191,7 @@ impl Endpoint {
 
     /// How packets to a peer travel now. A channel to a process of this host begins by UDP.
     pub fn attachment(&self, peer: Peer) -> Attachment {
-        match &self.0 {
-            Attached::Process(own) => own.attachment(peer),
-            Attached::Daemon(_) => Attachment::Daemon,
-        }
+        either!(self, own => own.attachment(peer))
     }
 
     /// Withdraws a posted buffer. Returns false if no posted buffer has this context, or if a message is being received into

@@ -31,7 +31,7 @@ pub(crate) fn code(error: &Error) -> c_int {
         | Error::Range(..)
         | Error::Attachment(_)
         | Error::Seal(_)
-        | Error::Refused(PostError::BadAtomic) => -libc::EINVAL,
+        | Error::Refused(PostError::BadAtomic | PostError::BadShare) => -libc::EINVAL,
         Error::Refused(PostError::Busy) => -libc::EAGAIN,
         Error::Refused(PostError::NoEndpoint | PostError::UnknownKey) => -libc::ENOENT,
         Error::Refused(PostError::Taken) => -libc::EADDRINUSE,
@@ -169,6 +169,17 @@ pub unsafe extern "C" fn vnet_rdma_endpoint_open(
         }
         Err(error) => code(&error),
     }
+}
+
+/// Sets an endpoint's share of what its node sends.
+///
+/// # Safety
+/// `endpoint` is null or open.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vnet_rdma_endpoint_share(endpoint: *mut Endpoint, weight: u32, rate: u64) -> c_int {
+    // SAFETY: the caller guarantees that the pointer is null or open.
+    let Some(endpoint) = (unsafe { endpoint.as_ref() }) else { return invalid("no endpoint") };
+    endpoint.set_share(weight, rate).map_or_else(|error| code(&error), |()| 0)
 }
 
 /// Closes an endpoint.

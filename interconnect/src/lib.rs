@@ -34,8 +34,8 @@ pub mod vm;
 pub use attached::{Endpoint, Node};
 pub use node::{Attachment, Error, Options, RingCounters, resolve};
 pub use proto::{
-    ATOMIC_BYTES_MAX, Access, Atomic, Change, Completion, Counters, Datatype, Key, Kind, Match, Outgoing,
-    Peer, PostError, Receive, Seen, Shape, Span, Status,
+    ATOMIC_BYTES_MAX, Access, Atomic, Change, Completion, Counters, Datatype, EndpointCounters, Key, Kind,
+    Match, Outgoing, Peer, PostError, Receive, Seen, Shape, Span, Status,
 };
 pub use region::Region;
 pub use seal::SealCounters;

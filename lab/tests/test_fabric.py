@@ -135,6 +135,15 @@ def test_vnetd_runs_the_engine_where_the_network_allows_it(lab: Topology):
     with perf_server(near, *by_daemon) as name:
         machine.execute(far, "vnet-rdma-perf", "client", name, "1048576", "0.2", timeout_s=120)
     assert rdma_metric(host, near, "out_bytes_total") > 1 << 20
+    # Two applications of one vnetd need no network.
+    assert rdma_metric(host, near, "same_host_bytes_total") == 0
+    neighbour = lab.find("h1c2")
+    frames = daemon.ask(host, "stats")["balance"]["in"]
+    with perf_server(neighbour, *by_daemon) as name:
+        seen = machine.execute(near, *client, name, "1048576", "0.2", timeout_s=120).split()
+    assert dict(zip(seen[::2], seen[1::2], strict=True))["attachment"] == "same-host"
+    assert rdma_metric(host, near, "same_host_bytes_total") > 1 << 20
+    assert daemon.ask(host, "stats")["balance"]["in"] - frames < 1000
 
     def is_throttled() -> bool:
         with perf_server(far) as name:

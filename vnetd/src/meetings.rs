@@ -66,6 +66,7 @@ fn run(shared: &Shared, rdma: &RdmaEngine, mut host: Host) {
             listen(&namespaces[at], place, &mut taken)
         };
         host.set_places(&places, &mut open);
+        rdma.set_places(&places);
         rdma.follow(&mut host, &allowed);
         let end = Instant::now() + LOOK_EVERY;
         while !host.is_stopped() && Instant::now() < end {

@@ -197,7 +197,7 @@ fn alone(value: u64) -> [(Vec<Label>, u64); 1] {
 /// A value of a container whose applications use the interconnect's engine here: name, unit, help, whether it may fall, value.
 type RdmaValue = (&'static str, Option<Unit>, &'static str, bool, fn(&ContainerCounters) -> u64);
 
-const RDMA_VALUES: [RdmaValue; 11] = [
+const RDMA_VALUES: [RdmaValue; 14] = [
     ("rdma_processes", None, "Applications whose interconnect engine vnetd runs", true, |c| c.processes),
     ("rdma_endpoints", None, "Their open endpoints", true, |c| c.endpoints),
     ("rdma_regions", None, "Pieces of memory that they have registered", true, |c| c.mappings),
@@ -213,8 +213,23 @@ const RDMA_VALUES: [RdmaValue; 11] = [
     ("rdma_broken", None, "Applications that were cut off because they wrote nonsense", false, |c| c.broken),
     ("rdma_out_packets", None, "Packets sent for them", false, |c| c.packets_out),
     ("rdma_out", Some(Unit::Bytes), "Bytes of packets sent for them", false, |c| c.bytes_out),
+    (
+        "rdma_same_host_packets",
+        None,
+        "Those that went straight to another application of vnetd",
+        false,
+        |c| c.same_host_packets,
+    ),
+    ("rdma_same_host", Some(Unit::Bytes), "Bytes of these packets", false, |c| c.same_host_bytes),
     ("rdma_in_packets", None, "Packets received for them", false, |c| c.packets_in),
     ("rdma_throttled_turns", None, "Turns after which they had used up their rate", false, |c| c.throttled),
+    (
+        "rdma_endpoint_throttles",
+        None,
+        "Times that the rate of one of their endpoints began to hold packets back",
+        false,
+        |c| c.held_back,
+    ),
 ];
 
 impl Collector for Reading {

@@ -74,6 +74,13 @@ impl RdmaEngine {
         *self.allowed.lock() = allowed;
     }
 
+    /// Sets the containers' networks: applications with a common one need no network between them.
+    pub fn set_places(&self, places: &[Place]) {
+        if let Some(service) = &self.service {
+            service.set_places(places);
+        }
+    }
+
     fn attach(&self, place: &Place, request: &Request) -> Result<Ends, Decline> {
         let allowed = self.allowed.lock().get(&place.id).cloned();
         let (Some(Allowed { netns, share, is_sealed }), Some(service)) = (allowed, &self.service) else {

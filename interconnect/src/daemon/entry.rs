@@ -4,7 +4,9 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
 
-use crate::proto::{Access, Change, Completion, Datatype, Key, Kind, Match, Peer, PostError, Seen, Status};
+use crate::proto::{
+    Access, Change, Completion, Datatype, Key, Kind, Match, Peer, PostError, Seen, ShareSettings, Status,
+};
 
 /// Words of an entry.
 pub const WORDS: usize = 16;
@@ -91,6 +93,10 @@ pub enum Submission {
     Peek { ticket: u64, endpoint: u16, matching: Match, claim: Option<u64> },
     /// Receives or discards a claimed message.
     Claimed { ticket: u64, endpoint: u16, claim: u64, extent: Option<Extent>, context: u64 },
+    /// Asks whether packets to the peer at this address go to a process of the daemon without the network.
+    Way { ticket: u64, peer: SocketAddr },
+    /// Sets an endpoint's share of what the process sends.
+    Share { ticket: u64, endpoint: u16, share: ShareSettings },
 }
 
 /// What the daemon's engine tells a process.
@@ -124,13 +130,14 @@ const FOUND: u64 = 128;
 const RELEASED: u64 = 256;
 const LATE: u64 = 512;
 
-const ERRORS: [PostError; 6] = [
+const ERRORS: [PostError; 7] = [
     PostError::Busy,
     PostError::NoEndpoint,
     PostError::Taken,
     PostError::NoRegion,
     PostError::UnknownKey,
     PostError::BadAtomic,
+    PostError::BadShare,
 ];
 const KINDS: [Kind; 6] = [Kind::Send, Kind::Write, Kind::Read, Kind::Receive, Kind::Arrival, Kind::Atomic];
 
@@ -309,6 +316,12 @@ impl Submission {
                 .flag(GIVEN, extent.is_some())
                 .put(8, claim)
                 .put(9, context),
+            Self::Share { ticket, endpoint, share } => {
+                Words::new(11, endpoint, ticket).put(8, share.weight.into()).put(9, share.rate)
+            }
+            Self::Way { ticket, peer: address } => {
+                Words::new(12, 0, ticket).peer(Peer { address, endpoint: 0 })
+            }
         };
         words.0
     }
@@ -373,6 +386,12 @@ impl Submission {
                 extent: words.has(GIVEN).then(|| words.its_extent()),
                 context: entry[9],
             },
+            11 => {
+                // No weight is that high: the engine refuses it.
+                let weight = u32::try_from(entry[8]).unwrap_or(u32::MAX);
+                Self::Share { ticket, endpoint, share: ShareSettings { weight, rate: entry[9] } }
+            }
+            12 => Self::Way { ticket, peer: words.its_peer().address },
             _ => return None,
         })
     }
@@ -474,8 +493,11 @@ mod tests {
             Submission::Cancel { ticket: 1, endpoint: 2, context: 3 },
             Submission::Claimed { ticket: 1, endpoint: 2, claim: 3, extent: Some(EXTENT), context: 4 },
             Submission::Claimed { ticket: 1, endpoint: 2, claim: 3, extent: None, context: 4 },
+            Submission::Share { ticket: 1, endpoint: 2, share: ShareSettings { weight: 3, rate: u64::MAX } },
+            Submission::Share { ticket: 1, endpoint: 2, share: ShareSettings { weight: u32::MAX, rate: 0 } },
         ];
         for peer in peers() {
+            all.push(Submission::Way { ticket: 9, peer: peer.address });
             all.push(Submission::Route { address: peer.address, bytes: 1392 });
             let tasks = [Task::Message(None), Task::Message(Some(0)), Task::Write(8, 9), Task::Read(8, 9)];
             for task in tasks.into_iter().chain([atomic(None), atomic(Some(small))]) {

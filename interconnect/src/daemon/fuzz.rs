@@ -7,11 +7,11 @@ use std::sync::atomic::AtomicU64;
 
 use super::entry::{Entry, Event, Submission, WORDS};
 use super::queue::Queues;
-use super::service::{self, Room};
-use super::share::ShareSettings;
+use super::room::Room;
+use super::service;
 use super::translation::{Budget, Total};
 use crate::meeting::Ends;
-use crate::proto::Config;
+use crate::proto::{Config, ShareSettings};
 use crate::ring::{Bell, Word, create};
 
 /// Bytes of the process's registered memory, and its number.
@@ -33,8 +33,17 @@ impl Raw {
 
     /// A process of a container in `room`, without threads.
     pub(super) fn add(room: &mut Room, container: u64, settings: ShareSettings) -> Self {
-        let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
-        let (ends, served) = service::provide(socket, Config::default()).unwrap();
+        Self::add_by(room, container, settings, UdpSocket::bind("127.0.0.1:0").unwrap())
+    }
+
+    /// The same, whose packets take this socket.
+    pub(super) fn add_by(
+        room: &mut Room,
+        container: u64,
+        settings: ShareSettings,
+        socket: UdpSocket,
+    ) -> Self {
+        let (ends, served) = service::provide(socket, Config::default(), None).unwrap();
         let total = Total { bytes_max: MEMORY_MAX, bytes: AtomicU64::new(0) };
         room.add((1, container), settings, served, Budget::new(MEMORY_MAX, Arc::new(total)));
         let Ends { address, memory, bell, .. } = ends;

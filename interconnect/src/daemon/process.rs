@@ -20,9 +20,10 @@ use crate::meeting::{Guest, Heard, Request};
 use crate::node::notice::Notice;
 use crate::node::pages::Pages;
 use crate::node::socket::{datagram_to, wait_readable};
-use crate::node::{Error, Options};
+use crate::node::{Attachment, Error, Options};
 use crate::proto::{
-    Access, Completion, Key, Kind, Match, Outgoing, Peer, PostError, Receive, Seen, Shape, Span, Status,
+    Access, Completion, Key, Kind, Match, Outgoing, Peer, PostError, Receive, Seen, Shape, ShareSettings,
+    Span, Status,
 };
 use crate::ring::{Bell, Word};
 
@@ -366,6 +367,18 @@ impl Endpoint {
             inner.kept.push(Arc::clone(pages));
         }
         self.register_at(pages.span(), 0, access, None)
+    }
+
+    pub(crate) fn set_share(&self, share: ShareSettings) -> Result<(), Error> {
+        let endpoint = self.number;
+        self.shared.call(|ticket| Submission::Share { ticket, endpoint, share }).map(|_| ())
+    }
+
+    pub(crate) fn attachment(&self, peer: Peer) -> Attachment {
+        match self.shared.call(|ticket| Submission::Way { ticket, peer: peer.address }) {
+            Ok(1) => Attachment::SameHost,
+            _ => Attachment::Daemon,
+        }
     }
 
     pub(crate) fn deregister(&self, key: Key) -> Result<(), Error> {

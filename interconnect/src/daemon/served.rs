@@ -2,6 +2,7 @@
 //! up in the memory that the process has registered, and work, memory and requests are bounded.
 
 use std::mem;
+use std::net::SocketAddr;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
@@ -9,14 +10,16 @@ use super::carrier::Carrier;
 use super::entry::{Answer, Event, Extent, Submission, Task, ended};
 use super::lent::Inbox;
 use super::queue::Queues;
-use super::share::Share;
 use super::translation::{Budget, Foreign, Translation};
 use crate::closer::close_or_leak_now;
+use crate::meeting::Token;
 use crate::node::socket::segments;
+use crate::proto::share::Share;
+use crate::proto::wire::{Invite, is_placed};
 use crate::proto::{
-    Atomic, Config, Engine, Kind, Match, Outgoing, Peer, PostError, Receive, Shape, Span, Status,
+    Atomic, Config, Departure, Engine, Kind, Match, Outgoing, Peer, PostError, Receive, Shape, Span, Status,
 };
-use crate::ring::{Bell, Word};
+use crate::ring::{Bell, WINDOW_BYTES, Word};
 
 /// Maximum number of endpoints of a process.
 const ENDPOINTS_MAX: usize = 16;
@@ -58,6 +61,10 @@ impl From<crate::ring::Broken> for End {
     }
 }
 
+/// Takes a packet for another process of the daemon. Returns false if it has to take the network. The packet's payload stays valid during
+/// the call only.
+pub(super) type Deliver<'a> = &'a mut dyn FnMut(&Departure) -> bool;
+
 /// Counters of a process, added to those of its container.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Counts {
@@ -67,6 +74,11 @@ pub(super) struct Counts {
     pub(super) bytes_out: u64,
     pub(super) packets_out: u64,
     pub(super) packets_in: u64,
+    /// Those of the packets sent that went straight to another process of the daemon.
+    pub(super) same_host_packets: u64,
+    pub(super) same_host_bytes: u64,
+    /// How often the rate limit of an endpoint began to hold packets back.
+    pub(super) held_back: u64,
 }
 
 pub(super) struct Served {
@@ -76,6 +88,8 @@ pub(super) struct Served {
     queues: Queues,
     bell: Bell,
     carrier: Carrier,
+    /// Name by which other processes of the daemon are invited; `None`: all packets of the process take the network.
+    name: Option<Token>,
     /// Memory that the process's virtual machine has lent.
     inbox: Option<Arc<Inbox>>,
     /// The next submission, if it names memory that is not there yet, and when it is refused.
@@ -94,7 +108,7 @@ impl Served {
         bell: OwnedFd,
         (carrier, inbox): (Carrier, Option<Arc<Inbox>>),
         limits: Config,
-        (epoch, seed): (u64, [u8; 32]),
+        (epoch, seed, name): (u64, [u8; 32], Token),
     ) -> Self {
         let config = Config {
             datagram_max: carrier.datagram_max(),
@@ -103,12 +117,17 @@ impl Served {
             kept_bytes_max: KEPT_BYTES_MAX,
             ..limits
         };
+        let mut engine = Engine::new(config, epoch, seed);
+        // Packets of a virtual machine pass its interface, with its port security and captures.
+        let name = matches!(carrier, Carrier::Socket(_)).then_some(name);
+        engine.set_name(name);
         Self {
-            engine: Engine::new(config, epoch, seed),
+            engine,
             memory: Translation::default(),
             queues,
             bell: Bell::new(bell),
             carrier,
+            name,
             inbox,
             stalled: None,
             endpoints: vec![],
@@ -118,8 +137,14 @@ impl Served {
         }
     }
 
-    /// Does what there is to do, within bounds. Returns whether there was anything.
-    pub(super) fn turn(&mut self, now: u64, share: &mut Share, budget: &mut Budget) -> Result<bool, End> {
+    /// Does what there is to do, within bounds. Returns whether there was anything. `deliver` takes the packets that need no network.
+    pub(super) fn turn(
+        &mut self,
+        now: u64,
+        share: &mut Share,
+        budget: &mut Budget,
+        deliver: Deliver<'_>,
+    ) -> Result<bool, End> {
         let mut worked = false;
         if mem::take(&mut self.is_armed) || now >= self.hear_at {
             self.hear_at = now + HEAR_EVERY_NS;
@@ -135,7 +160,7 @@ impl Served {
         }
         worked |= self.fetch(now, budget)?;
         self.engine.tick(now);
-        worked |= self.depart(now, share);
+        worked |= self.depart(now, share, deliver);
         worked |= self.complete()?;
         Ok(worked)
     }
@@ -266,6 +291,10 @@ impl Served {
                 let receive = |span| self.engine.receive_claimed(endpoint, claim, span, context);
                 done(ticket, Ok(span.is_some_and(receive).into()))
             }
+            Submission::Way { ticket, peer } => done(ticket, Ok(self.engine.is_local(peer).into())),
+            Submission::Share { ticket, endpoint, share } => {
+                done(ticket, self.engine.set_share(endpoint, share).map(|()| 1))
+            }
         })
     }
 
@@ -330,13 +359,18 @@ impl Served {
     }
 
     /// Sends as many packets as the container's share allows.
-    fn depart(&mut self, now: u64, share: &mut Share) -> bool {
+    fn depart(&mut self, now: u64, share: &mut Share, deliver: Deliver<'_>) -> bool {
         let before = self.counts.packets_out;
         while share.may_send(now) {
             let Some(packet) = self.engine.depart(now) else { break };
             let bytes = packet.header.as_bytes().len() + packet.payload.len();
-            self.carrier.send(&packet);
-            share.spend(now, bytes);
+            if deliver(&packet) {
+                self.counts.same_host_packets += 1;
+                self.counts.same_host_bytes += bytes as u64;
+            } else {
+                self.carrier.send(&packet);
+            }
+            share.spend(now, bytes as u64);
             self.counts.packets_out += 1;
             self.counts.bytes_out += bytes as u64;
         }
@@ -360,10 +394,59 @@ impl Served {
         Ok(worked)
     }
 
+    /// Takes a packet of another process of the daemon, which knows this one's peer by `from`. The bytes of a write and of pulled data are copied
+    /// once, to the place that the engine has checked. Returns false if the packet does not belong on this way.
+    pub(super) fn take_packet(
+        &mut self,
+        now: u64,
+        from: SocketAddr,
+        packet: &Departure,
+        whole: &mut Vec<u8>,
+    ) -> bool {
+        self.counts.packets_in += 1;
+        let (header, payload) = (packet.header.as_bytes(), packet.payload);
+        if payload.is_empty() || is_placed(header[0]) {
+            let placed = (!payload.is_empty()).then_some(payload);
+            return self.engine.receive_local(now, from, header, placed);
+        }
+        whole.clear();
+        whole.extend_from_slice(header);
+        payload.read_to(whole);
+        self.engine.receive_local(now, from, whole, None)
+    }
+
+    pub(super) fn name(&self) -> Option<Token> {
+        self.name
+    }
+
+    /// Next invitation of a peer, which may be a process of the daemon, and the peer's address.
+    pub(super) fn next_invite(&mut self) -> Option<(SocketAddr, Invite)> {
+        self.engine.next_invite().filter(|_| self.name.is_some())
+    }
+
+    /// Address of the peer that the process has invited with this secret.
+    pub(super) fn invited(&self, secret: &Token) -> Option<SocketAddr> {
+        self.engine.invited(secret)
+    }
+
+    /// From now on packets to a peer need no network, or need it again. Returns false if there is no channel to it.
+    pub(super) fn set_local(&mut self, peer: SocketAddr, is_local: bool) -> bool {
+        self.engine.set_local(peer, is_local.then_some(WINDOW_BYTES))
+    }
+
+    pub(super) fn is_local(&self, peer: SocketAddr) -> bool {
+        self.engine.is_local(peer)
+    }
+
+    /// Number of channels that the engine has closed.
+    pub(super) fn closed(&self) -> u64 {
+        self.engine.closed()
+    }
+
     /// Prepares for the daemon's sleep. Returns true if there is something to do already.
-    pub(super) fn arm(&mut self, now: u64, share: &mut Share) -> Result<bool, End> {
+    pub(super) fn arm(&mut self, now: u64, share: &mut Share, deliver: Deliver<'_>) -> Result<bool, End> {
         self.engine.hurry();
-        self.depart(now, share);
+        self.depart(now, share, deliver);
         self.is_armed = true;
         let is_stuck = self.endpoints.iter().any(|endpoint| self.engine.waiting(*endpoint) > 0);
         let has_room = self.queues.writer.room()? > 0;
@@ -395,7 +478,7 @@ impl Served {
     }
 
     pub(super) fn counts(&self) -> Counts {
-        self.counts
+        Counts { held_back: self.engine.counters().held_back, ..self.counts }
     }
 
     pub(super) fn memory(&self) -> &Translation {

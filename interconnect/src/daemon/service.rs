@@ -1,7 +1,6 @@
-//! The daemon's thread that runs the engines of all processes it serves.
+//! The daemon's thread that runs the engines of all processes it serves, in a room (`room.rs`).
 //!
-//! Containers take turns: the heaviest first, each with as many bytes as its weight and its rate allow. A container's processes take turns
-//! within its share. The thread polls for a moment after the last work, then sleeps on all sockets and bells.
+//! The thread polls for a moment after the last work, then sleeps on all sockets and bells.
 
 use std::collections::HashMap;
 use std::io;
@@ -10,88 +9,38 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use parking_lot::Mutex;
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::event::{EventfdFlags, eventfd};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
 use super::carrier::{Carrier, GuestPort};
 use super::lent::{Inbox as Lendings, Lent};
 use super::queue::{self, Queues};
-use super::served::{Counts, End, Served};
-use super::share::{Share, ShareSettings};
+use super::room::{ContainerCounters, ContainerId, Room};
+use super::served::Served;
 use super::translation::{Budget, Total};
 use crate::closer::is_behind;
-use crate::meeting::Ends;
+use crate::meeting::{Ends, Place, Token};
 use crate::node::socket::Socket;
-use crate::proto::Config;
+use crate::proto::{Config, ShareSettings};
 use crate::random::random;
 
 /// Maximum number of processes served at once, in all and of one container. One takes up to 16 MiB of socket buffers and about 40 MiB of
 /// tables and kept messages if it is hostile.
 pub const SERVED_MAX: usize = 32;
 const SERVED_OF_CONTAINER_MAX: usize = 8;
-/// Containers whose counters are kept. Beyond, those without processes are forgotten.
-const CONTAINERS_MAX: usize = 256;
 /// How long the thread polls after the last work.
 const SPIN_NS: u64 = 50_000;
 /// Interval at which counters are published while there is work.
 const PUBLISH_EVERY_NS: u64 = 100_000_000;
-/// Longest sleep: peers that have gone silent are noticed by timers.
-const SLEEP_MAX_NS: u64 = 1_000_000_000;
-
-/// Identity of a container: device and inode of its network namespace.
-pub type ContainerId = (u64, u64);
-
-/// Counters of a container.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct ContainerCounters {
-    /// Which container.
-    pub id: ContainerId,
-    /// Processes served now.
-    pub processes: u64,
-    /// Their open endpoints.
-    pub endpoints: u64,
-    /// Mappings of registered memory.
-    pub mappings: u64,
-    /// Bytes of registered memory.
-    pub mapped_bytes: u64,
-    /// Submissions taken.
-    pub submissions: u64,
-    /// Submissions with an address outside the registered memory, and memory that was not mapped.
-    pub refused: u64,
-    /// Processes that were cut off because they wrote nonsense.
-    pub broken: u64,
-    /// Packets sent.
-    pub packets_out: u64,
-    /// Bytes of packets sent.
-    pub bytes_out: u64,
-    /// Packets received.
-    pub packets_in: u64,
-    /// Turns that ended because the rate was used up.
-    pub throttled: u64,
-}
-
-struct Container {
-    share: Share,
-    budget: Budget,
-    served: Vec<Served>,
-    /// Process that begins the next turn.
-    next: usize,
-    counters: ContainerCounters,
-}
-
-struct New {
-    id: ContainerId,
-    settings: ShareSettings,
-    served: Served,
-}
 
 #[derive(Default)]
 struct Inbox {
     new: Vec<New>,
     shares: Vec<(ContainerId, ShareSettings)>,
+    places: Option<Vec<Place>>,
 }
 
 struct Common {
@@ -102,6 +51,8 @@ struct Common {
     report: Mutex<Vec<ContainerCounters>>,
     /// Number of processes served, by container.
     served: Mutex<HashMap<ContainerId, usize>>,
+    /// Places of the configuration, as the thread knows them.
+    places: Mutex<Vec<Place>>,
     memory_max: u64,
     memory: Arc<Total>,
 }
@@ -146,6 +97,7 @@ impl Service {
             wake: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             report: Mutex::default(),
             served: Mutex::default(),
+            places: Mutex::default(),
             memory_max,
             memory: Arc::new(Total { bytes_max: total_max, bytes: AtomicU64::new(0) }),
         });
@@ -174,7 +126,7 @@ impl Service {
         socket: UdpSocket,
         limits: Config,
     ) -> io::Result<Ends> {
-        self.admit(id, settings, || provide(socket, limits))
+        self.admit(id, settings, || provide(socket, limits, None))
     }
 
     /// Serves a process in a virtual machine, whose queues lie in memory that the machine has lent, and whose packets take its interface. Later
@@ -230,14 +182,29 @@ impl Service {
         }
     }
 
+    /// Sets the containers' networks: processes of two containers with a common one exchange packets without the network from now on, others
+    /// do not any more. Processes of one container always may.
+    pub fn set_places(&self, places: &[Place]) {
+        let mut known = self.common.places.lock();
+        if *known != places {
+            places.clone_into(&mut known);
+            self.common.inbox.lock().places = Some(places.to_vec());
+            self.common.tell();
+        }
+    }
+
     /// Counters of the containers that have been served.
     pub fn counters(&self) -> Vec<ContainerCounters> {
         self.common.report.lock().clone()
     }
 }
 
-/// Creates what a process and the daemon need.
-pub(super) fn provide(socket: UdpSocket, limits: Config) -> io::Result<(Ends, Served)> {
+/// Creates what a process and the daemon need. With `lendings`, the process's memory comes that way.
+pub(super) fn provide(
+    socket: UdpSocket,
+    limits: Config,
+    lendings: Option<Arc<Lendings>>,
+) -> io::Result<(Ends, Served)> {
     // A full socket must not hold up the other processes: its packets count as lost.
     socket.set_nonblocking(true)?;
     let address = socket.local_addr()?;
@@ -245,8 +212,14 @@ pub(super) fn provide(socket: UdpSocket, limits: Config) -> io::Result<(Ends, Se
     let queues = Queues::of_daemon(memory.try_clone()?)?;
     let (bell, own, leash) = bell()?;
     let carrier = Carrier::Socket(Box::new(Socket::new(socket)?));
-    let served = Served::new(queues, own, (carrier, None), limits, life()?);
+    let served = Served::new(queues, own, (carrier, lendings), limits, life()?);
     Ok((Ends { address, memory, bell, leash }, served))
+}
+
+struct New {
+    id: ContainerId,
+    settings: ShareSettings,
+    served: Served,
 }
 
 /// What the daemon keeps of a process in a virtual machine: both speak for it.
@@ -265,25 +238,19 @@ fn bell() -> io::Result<(OwnedFd, OwnedFd, OwnedFd)> {
     Ok((bell, own, leash))
 }
 
-/// Epoch and seed of a new engine.
-fn life() -> io::Result<(u64, [u8; 32])> {
+/// Epoch, seed and name of a new engine.
+fn life() -> io::Result<(u64, [u8; 32], Token)> {
     let epoch = SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |since| since.as_nanos() as u64);
-    Ok((epoch, random()?))
-}
-
-/// All containers, and the clock.
-pub(super) struct Room {
-    containers: Vec<Container>,
-    start: Instant,
-    publish_at: u64,
+    let [seed, name] = [random()?, random()?];
+    Ok((epoch, seed, std::array::from_fn(|place| name[place])))
 }
 
 fn run(common: &Common) {
     let mut room = Room::new();
-    let mut busy_until = 0;
+    let (mut busy_until, mut publish_at) = (0, 0);
     loop {
         if common.has_news.swap(false, Ordering::AcqRel) {
-            room.take(common);
+            take(&mut room, common);
         }
         // After the news: `take` may have read the wake-up of `stop`, which sets this before.
         if common.is_stopped.load(Ordering::Acquire) {
@@ -292,172 +259,35 @@ fn run(common: &Common) {
         let now = room.now();
         let (worked, ended) = room.turn(now);
         common.forget(&ended);
-        if !ended.is_empty() || now >= room.publish_at {
-            room.publish(common, now);
+        if !ended.is_empty() || now >= publish_at {
+            publish(&room, common);
+            publish_at = now + PUBLISH_EVERY_NS;
         }
         if worked {
             busy_until = now + SPIN_NS;
         } else if now < busy_until {
             std::hint::spin_loop();
         } else {
-            room.publish(common, now);
-            room.sleep(common);
+            publish(&room, common);
+            room.sleep(&common.wake);
         }
     }
-    let now = room.now();
-    room.containers.iter_mut().flat_map(|container| &mut container.served).for_each(|s| s.say_goodbye(now));
+    room.say_goodbye();
 }
 
-impl Room {
-    pub(super) fn new() -> Self {
-        Self { containers: vec![], start: Instant::now(), publish_at: 0 }
+/// Takes new processes and changed settings.
+fn take(room: &mut Room, common: &Common) {
+    // Lowered before the inbox is read, so that what comes later wakes the thread again.
+    let _ = rustix::io::read(&common.wake, &mut [0; 8]);
+    let Inbox { new, shares, places } = std::mem::take(&mut *common.inbox.lock());
+    places.into_iter().for_each(|places| room.set_places(places));
+    for New { id, settings, served } in new {
+        let budget = Budget::new(common.memory_max, Arc::clone(&common.memory));
+        room.add(id, settings, served, budget);
     }
-
-    fn now(&self) -> u64 {
-        self.start.elapsed().as_nanos() as u64 + 1
-    }
-
-    /// Takes new processes and changed shares.
-    fn take(&mut self, common: &Common) {
-        // Lowered before the inbox is read, so that what comes later wakes the thread again.
-        let _ = rustix::io::read(&common.wake, &mut [0; 8]);
-        let Inbox { new, shares } = std::mem::take(&mut *common.inbox.lock());
-        if self.containers.len() >= CONTAINERS_MAX {
-            self.containers.retain(|container| !container.served.is_empty());
-        }
-        for New { id, settings, served } in new {
-            let budget = Budget::new(common.memory_max, Arc::clone(&common.memory));
-            self.add(id, settings, served, budget);
-        }
-        for (id, settings) in shares {
-            if let Some(container) = self.containers.iter_mut().find(|known| known.counters.id == id) {
-                container.share.set(settings);
-            }
-        }
-        self.sort();
-    }
-
-    /// Adds a process of a container.
-    pub(super) fn add(&mut self, id: ContainerId, settings: ShareSettings, served: Served, budget: Budget) {
-        match self.containers.iter_mut().find(|container| container.counters.id == id) {
-            Some(container) => container.served.push(served),
-            None => self.containers.push(Container::new(id, settings, served, budget)),
-        }
-        self.sort();
-    }
-
-    /// The heaviest containers are served first.
-    fn sort(&mut self) {
-        self.containers.sort_by_key(|container| std::cmp::Reverse(container.share.weight()));
-    }
-
-    /// One turn of all containers. Returns whether there was anything to do, and the container of each process that has gone.
-    pub(super) fn turn(&mut self, now: u64) -> (bool, Vec<ContainerId>) {
-        let (mut worked, mut ended) = (false, vec![]);
-        for container in &mut self.containers {
-            let (some, gone) = container.turn(now);
-            worked |= some;
-            ended.resize(ended.len() + gone, container.counters.id);
-        }
-        (worked, ended)
-    }
-
-    fn publish(&mut self, common: &Common, now: u64) {
-        self.publish_at = now + PUBLISH_EVERY_NS;
-        *common.report.lock() = self.report();
-    }
-
-    pub(super) fn report(&self) -> Vec<ContainerCounters> {
-        self.containers.iter().map(Container::report).collect()
-    }
-
-    /// Sleeps until a packet, a bell, a timer or news.
-    fn sleep(&mut self, common: &Common) {
-        let now = self.now();
-        let mut until = now + SLEEP_MAX_NS;
-        for Container { share, served, .. } in &mut self.containers {
-            share.begin();
-            for process in served {
-                match process.arm(now, share) {
-                    // The next turn finds out what has ended.
-                    Ok(true) | Err(_) => return,
-                    Ok(false) => until = until.min(process.wakes_at(now, share).unwrap_or(until)),
-                }
-            }
-        }
-        let served = self.containers.iter().flat_map(|container| &container.served);
-        let mut polled = vec![PollFd::new(&common.wake, PollFlags::IN)];
-        polled.extend(
-            served.flat_map(Served::descriptors).map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)),
-        );
-        let left = until.saturating_sub(self.now());
-        let time = Timespec { tv_sec: (left / 1_000_000_000) as i64, tv_nsec: (left % 1_000_000_000) as i64 };
-        let is_idle = polled.len() == 1;
-        let _ = poll(&mut polled, Some(&time).filter(|_| !is_idle));
-    }
+    room.set_shares(&shares);
 }
 
-impl Container {
-    fn new(id: ContainerId, settings: ShareSettings, served: Served, budget: Budget) -> Self {
-        let counters = ContainerCounters { id, ..ContainerCounters::default() };
-        Self { share: Share::new(settings), budget, served: vec![served], next: 0, counters }
-    }
-
-    fn turn(&mut self, now: u64) -> (bool, usize) {
-        let (mut worked, mut ended) = (false, vec![]);
-        self.share.begin();
-        let count = self.served.len();
-        self.next = (self.next + 1) % count.max(1);
-        for place in (0..count).map(|step| (self.next + step) % count) {
-            match self.served[place].turn(now, &mut self.share, &mut self.budget) {
-                Ok(some) => worked |= some,
-                Err(end) => ended.push((place, end)),
-            }
-        }
-        self.counters.throttled += u64::from(self.share.wakes_at(now).is_some());
-        ended.sort_unstable_by_key(|(place, _)| std::cmp::Reverse(*place));
-        for (place, end) in &ended {
-            let process = self.served.swap_remove(*place);
-            self.revoke(now, process, *end);
-        }
-        (worked, ended.len())
-    }
-
-    /// Takes everything back from a process that has gone.
-    fn revoke(&mut self, now: u64, mut process: Served, end: End) {
-        process.say_goodbye(now);
-        self.counters.broken += u64::from(end == End::Broken);
-        self.budget.give_back(process.memory().bytes());
-        self.add(process.counts());
-        // Unmapping much memory takes long: nobody waits for it. Without a thread it happens here.
-        let _ = std::thread::Builder::new().name("vnet-rdma-unmap".into()).spawn(move || drop(process));
-    }
-
-    fn add(&mut self, counts: Counts) {
-        let Counts { submissions, refused, bytes_out, packets_out, packets_in } = counts;
-        let counters = &mut self.counters;
-        counters.submissions += submissions;
-        counters.refused += refused;
-        counters.bytes_out += bytes_out;
-        counters.packets_out += packets_out;
-        counters.packets_in += packets_in;
-    }
-
-    /// Counters of past and present processes.
-    fn report(&self) -> ContainerCounters {
-        let mut all = self.counters.clone();
-        all.processes = self.served.len() as u64;
-        for process in &self.served {
-            let Counts { submissions, refused, bytes_out, packets_out, packets_in } = process.counts();
-            all.submissions += submissions;
-            all.refused += refused;
-            all.bytes_out += bytes_out;
-            all.packets_out += packets_out;
-            all.packets_in += packets_in;
-            all.endpoints += process.endpoints() as u64;
-            all.mappings += process.memory().mappings() as u64;
-            all.mapped_bytes += process.memory().bytes();
-        }
-        all
-    }
+fn publish(room: &Room, common: &Common) {
+    *common.report.lock() = room.report();
 }

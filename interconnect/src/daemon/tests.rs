@@ -7,11 +7,12 @@ use std::time::{Duration, Instant};
 
 use super::entry::{Answer, Event, Extent, Submission, Task, WORDS};
 use super::fuzz::Raw;
-use super::service::Room;
+use super::room::Room;
 use super::*;
 use crate::meeting::{Decline, Guest, Heard, Host, Place, Request, Stopper, listen};
 use crate::proto::{
-    Access, Atomic, Change, Completion, Datatype, Kind, Match, Outgoing, Peer, Receive, Shape, Span, Status,
+    Access, Atomic, Change, Completion, Datatype, Kind, Match, Outgoing, Peer, PostError, Receive, Shape,
+    Span, Status,
 };
 use crate::ring::Word;
 use crate::{Attachment, Endpoint, Error, Node, Options, Region};
@@ -155,12 +156,28 @@ pub(crate) fn all_operations(a: &Endpoint, b: &Endpoint, from: Peer, to: Peer) {
     }
     atomics(a, to, &far);
     messages(a, b, to);
+    shares(a, to, &near, &far);
     // Wrong keys fail, and a region that is deregistered is reached no more.
     a.write(to, near.span(0, 8).unwrap(), (far.key() ^ 1, 0), None, 1).unwrap();
     assert_eq!(wait(a, Kind::Write).status, Status::BadKey);
     b.deregister(far.key()).unwrap();
     a.write(to, near.span(0, 8).unwrap(), (far.key(), 0), None, 1).unwrap();
     assert_eq!(wait(a, Kind::Write).status, Status::BadKey);
+}
+
+/// An endpoint is held to its rate, and a weight that does not exist is refused.
+fn shares(a: &Endpoint, to: Peer, near: &Region, far: &Region) {
+    const RATE: u64 = 50_000_000;
+    for weight in [0, 101] {
+        assert!(matches!(a.set_share(weight, 0), Err(Error::Refused(PostError::BadShare))));
+    }
+    a.set_share(1, RATE).unwrap();
+    let begin = Instant::now();
+    a.write(to, near.span(0, LEN).unwrap(), (far.key(), 0), None, 1).unwrap();
+    assert_eq!(wait(a, Kind::Write).status, Status::Success);
+    let least = Duration::from_nanos((LEN as u64 * 1_000_000_000 / RATE).saturating_sub(3_000_000));
+    assert!(begin.elapsed() >= least, "{:?}", begin.elapsed());
+    a.set_share(100, 0).unwrap();
 }
 
 fn atomics(a: &Endpoint, to: Peer, far: &Region) {
@@ -253,7 +270,24 @@ fn the_daemons_engine_meets_that_of_a_process() {
 fn two_processes_of_one_daemon_meet() {
     let daemon = Daemon::start();
     let ((_near, a, a_peer), (_far, b, b_peer)) = (daemon.node("daemon"), daemon.node("daemon"));
+    assert_eq!(a.attachment(b_peer), Attachment::Daemon, "nothing has been sent");
     all_operations(&a, &b, a_peer, b_peer);
+    let begin = Instant::now();
+    while [(&a, b_peer), (&b, a_peer)].map(|(end, peer)| end.attachment(peer)) != [Attachment::SameHost; 2] {
+        assert!(begin.elapsed() < PATIENCE);
+        b.receive(Span::EMPTY, 1).unwrap();
+        a.send(b_peer, Span::EMPTY, None, 2).unwrap();
+        wait(&b, Kind::Receive);
+        wait(&a, Kind::Send);
+    }
+    all_operations(&a, &b, a_peer, b_peer);
+    all_operations(&b, &a, b_peer, a_peer);
+    // Many operations of 3 MB. Only what has opened the channel took the sockets.
+    let is_so = |counters: &ContainerCounters| {
+        let by_sockets = counters.packets_out - counters.same_host_packets;
+        counters.same_host_bytes > 10 * LEN as u64 && by_sockets < 1_000
+    };
+    daemon.until("packets without the network", is_so);
 }
 
 #[test]
@@ -457,7 +491,7 @@ fn random_entries_break_nothing() {
         let mut data = vec![];
         for _ in 0..400 {
             let mut entry: [u64; WORDS] = std::array::from_fn(|_| random());
-            entry[0] = (entry[0] & 0x0003_0000_0003_ff00) | (random() % 10 + 1);
+            entry[0] = (entry[0] & 0x0003_0000_0003_ff00) | (random() % 12 + 1);
             (entry[2], entry[3], entry[4]) = (7, random() % 9000, random() % 9000);
             entry[12] &= 0x00ff_00ff_0003_0903;
             data.extend(entry.iter().flat_map(|word| word.to_le_bytes()));

@@ -66,7 +66,8 @@ pub struct Place {
 }
 
 impl Place {
-    fn may_meet(&self, other: &Place) -> bool {
+    /// Whether processes of the two may exchange packets without the network.
+    pub(crate) fn may_meet(&self, other: &Place) -> bool {
         self.id == other.id || self.networks.iter().any(|network| other.networks.contains(network))
     }
 }

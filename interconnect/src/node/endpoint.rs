@@ -9,7 +9,10 @@ use super::notice::Notice;
 use super::pages::Pages;
 use super::socket::{datagram_to, wait_readable};
 use super::{Attachment, Error, Inner, Shared};
-use crate::proto::{Access, Completion, Engine, Key, Match, Outgoing, Peer, PostError, Receive, Seen, Span};
+use crate::proto::{
+    Access, Completion, EndpointCounters, Engine, Key, Match, Outgoing, Peer, PostError, Receive, Seen,
+    ShareSettings, Span,
+};
 use crate::seal::OVERHEAD;
 
 /// How long `wait` polls before it sleeps.
@@ -33,6 +36,21 @@ impl Endpoint {
     /// Number of the endpoint within the node.
     pub fn number(&self) -> u16 {
         self.number
+    }
+
+    /// Sets the endpoint's share of what the node sends.
+    pub fn set_share(&self, share: ShareSettings) -> Result<(), Error> {
+        let mut inner = self.shared.inner.lock();
+        inner.engine.set_share(self.number, share)?;
+        // What an earlier rate held back may leave now.
+        self.shared.send(&mut inner);
+        self.shared.rouse(&mut inner);
+        Ok(())
+    }
+
+    /// Counters of what the endpoint has sent.
+    pub fn counters(&self) -> EndpointCounters {
+        self.shared.inner.lock().engine.endpoint_counters(self.number)
     }
 
     /// Registers memory whose first byte has the offset `base`, under `key` if one is given.
@@ -63,7 +81,9 @@ impl Endpoint {
             inner.engine.set_datagram(peer.address, datagram);
         }
         let Inner { engine, local, .. } = &mut *inner;
-        let placed = local.write(engine, peer, out);
+        // A write that is copied at once cannot be held to a rate.
+        let is_limited = engine.is_limited(self.number);
+        let placed = (!is_limited).then(|| local.write(engine, peer, out)).flatten();
         engine.post(self.shared.now(), self.number, peer, placed.as_ref().unwrap_or(out))?;
         self.shared.send(&mut inner);
         // The operation may start a timer although nothing could be sent, and a buffered one has completed.

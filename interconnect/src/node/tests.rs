@@ -181,6 +181,8 @@ fn a_peer_that_damages_the_ring_loses_it_and_nothing_else() {
     for offset in [0, 64 << 10] {
         two.nodes[0].process().shared.inner.lock().local.scribble(offset, &u64::MAX.to_ne_bytes());
     }
+    // The readers look before a writer puts its own position there again.
+    assert!(two.ends.iter().all(|end| end.poll().is_none()));
     assert_eq!(two.message(LEN, 1), Status::Success);
     let broken = two.nodes.each_ref().map(|node| node.ring_counters().broken);
     assert!(broken.iter().sum::<u64>() >= 1, "{broken:?}");

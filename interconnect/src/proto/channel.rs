@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 
 use super::arrivals::Arrivals;
 use super::atomic::{Change, Datatype};
+use super::lanes::Lanes;
 use super::memory::{Key, Span};
 use super::slab::Slab;
 use super::status::Status;
@@ -214,7 +215,10 @@ impl Op {
 /// Operations to one endpoint of a peer.
 pub(super) struct Flow {
     pub(super) to: u16,
-    pub(super) queue: VecDeque<u32>,
+    /// Operations that have to be sent again, in order, before all others.
+    pub(super) again: VecDeque<u32>,
+    /// Operations that have not been sent, or not completely, by this engine's endpoint.
+    pub(super) lanes: Lanes,
     /// Operations that were sent, in order. Some of them may be complete already.
     pub(super) sent: VecDeque<u32>,
     pub(super) next_seq: u32,
@@ -231,7 +235,8 @@ impl Flow {
     fn new(to: u16) -> Self {
         Self {
             to,
-            queue: VecDeque::new(),
+            again: VecDeque::new(),
+            lanes: Lanes::default(),
             sent: VecDeque::new(),
             next_seq: 0,
             limit: CREDITS,
@@ -240,6 +245,29 @@ impl Flow {
             not_ready_since: None,
             writes_offered: 0,
         }
+    }
+
+    /// Whether nothing waits to be sent.
+    pub(super) fn is_empty(&self) -> bool {
+        self.again.is_empty() && self.lanes.is_empty()
+    }
+
+    /// The operation to send next, and whether it is sent again.
+    pub(super) fn front(&self) -> Option<(u32, bool)> {
+        let again = self.again.front().map(|id| (*id, true));
+        again.or_else(|| Some((self.lanes.front()?.1, false)))
+    }
+
+    /// Removes the operation that `front` returns.
+    pub(super) fn pop(&mut self) {
+        if self.again.pop_front().is_none() {
+            self.lanes.pop();
+        }
+    }
+
+    /// Operations that wait to be sent, or sent again.
+    pub(super) fn waiting(&self) -> impl Iterator<Item = u32> {
+        self.again.iter().copied().chain(self.lanes.iter())
     }
 }
 
@@ -258,6 +286,8 @@ pub(super) struct Grant {
 /// Bytes that the peer requested with a pull.
 pub(super) struct Serve {
     pub(super) source: Source,
+    /// The endpoint of this engine that sends them.
+    pub(super) endpoint: u16,
     pub(super) span: Span,
     pub(super) pull: u32,
     /// Offset of the first byte within the peer's pull.
@@ -325,7 +355,7 @@ pub(super) struct Channel {
     /// Index of the flow that sends next; 0 while there are none.
     pub(super) turn: usize,
     pub(super) serves: Slab<Serve>,
-    pub(super) serving: VecDeque<u32>,
+    pub(super) serving: Lanes,
     /// Whether pulled data goes before the fragments and offers of the flows in the current turn.
     pub(super) is_data_turn: bool,
     pub(super) grants: Vec<Grant>,
@@ -341,6 +371,9 @@ pub(super) struct Channel {
     pub(super) held: VecDeque<What>,
     pub(super) last_sent_at: u64,
     pub(super) is_queued: bool,
+    /// The channel waits for credit, or for the time at which a rate allows packets.
+    pub(super) is_short: bool,
+    pub(super) is_limited: bool,
     pub(super) writing: Writing,
     /// Time until which no other handshake of the peer causes a challenge.
     pub(super) challenged_until: u64,
@@ -373,7 +406,7 @@ impl Channel {
             flows: vec![],
             turn: 0,
             serves: Slab::new(SERVES_MAX),
-            serving: VecDeque::new(),
+            serving: Lanes::default(),
             is_data_turn: false,
             grants: vec![],
             assembly: None,
@@ -385,6 +418,8 @@ impl Channel {
             held: VecDeque::new(),
             last_sent_at: now,
             is_queued: false,
+            is_short: false,
+            is_limited: false,
             writing: Writing::default(),
             challenged_until: 0,
             heard_at: None,
@@ -437,6 +472,6 @@ impl Channel {
 
     /// Whether the channel waits for its peer, so that keep-alives have to be sent.
     pub(super) fn has_work(&self) -> bool {
-        self.pulling > 0 || self.flows.iter().any(|flow| !flow.queue.is_empty() || !flow.sent.is_empty())
+        self.pulling > 0 || self.flows.iter().any(|flow| !flow.is_empty() || !flow.sent.is_empty())
     }
 }

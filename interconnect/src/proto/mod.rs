@@ -12,7 +12,8 @@
 //!   headers, completions at the target, requests) wait until all earlier packets have arrived.
 //! - The origin pushes operations of up to `eager_max` bytes. For a larger operation it sends an **offer**, and the target
 //!   **pulls** the bytes in chunks. One budget bounds the pulls from all peers together, so many senders cannot overrun
-//!   one receiver.
+//!   one receiver; senders have equal parts of it (`asking.rs`).
+//! - The endpoints of an engine share what it sends by weight, and each may have a rate limit (`shares.rs`).
 //! - The target's engine executes **atomic operations** in packet order (`atomic.rs`).
 //! - Each message consumes a **credit** of its target endpoint. An endpoint that cannot accept a message answers
 //!   **receiver not ready**; the origin sends that message and all messages behind it again later.
@@ -25,11 +26,15 @@
 //! `CHANNELS_MAX`, `REGIONS_MAX`, `ENDPOINTS_MAX`, `UNEXPECTED_MAX`, `POSTED_MAX`, and in `Config`.
 
 mod arrivals;
+mod asking;
 mod atomic;
 mod channel;
 mod endpoint;
 mod engine;
+mod lanes;
 mod memory;
+pub(crate) mod share;
+mod shares;
 pub(crate) mod slab;
 mod status;
 mod window;
@@ -41,6 +46,8 @@ pub use engine::{
     Atomic, Config, Counters, Departure, Engine, LOCAL_PACKET_MAX, Outgoing, PostError, Receive, Seen, Shape,
 };
 pub use memory::{Access, Key, Span};
+pub use share::{ShareSettings, WEIGHT_MAX};
+pub use shares::EndpointCounters;
 pub use status::Status;
 
 #[cfg(test)]

@@ -374,8 +374,13 @@ impl Engine {
             }
             !is_again(op)
         });
-        let begun = flow.queue.front().copied().filter(|id| ops.get(*id).is_some_and(|op| op.sent > 0));
-        for id in again.iter().copied().chain(begun) {
+        // Another operation that has begun, of which the endpoint throws away the rest, begins again behind these.
+        let begun = flow.front().filter(|(id, _)| ops.get(*id).is_some_and(|op| op.sent > 0));
+        if let Some((id, false)) = begun {
+            flow.pop();
+            flow.again.push_back(id);
+        }
+        for id in again.iter().copied().chain(begun.map(|(id, _)| id)) {
             if let Some(op) = ops.get_mut(id) {
                 if op.is_offered_write() && op.sent > 0 {
                     flow.writes_offered -= 1;
@@ -384,7 +389,7 @@ impl Engine {
             }
         }
         for id in again.into_iter().rev() {
-            flow.queue.push_front(id);
+            flow.again.push_front(id);
         }
         let since = *flow.not_ready_since.get_or_insert(now);
         let pause = (now - since).clamp(NOT_READY_FIRST_NS, NOT_READY_MAX_NS);

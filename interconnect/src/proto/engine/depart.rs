@@ -1,13 +1,17 @@
 //! Creation of packets.
 //!
 //! A channel sends in this order, as far as the window allows: its handshake, lost packets, control packets, then operation
-//! fragments and pulled data alternately. An acknowledgement piggybacks on any of these packets, or is sent alone when its
-//! delay has expired.
+//! fragments and pulled data alternately, of endpoints whose shares allow it (`shares.rs`). An acknowledgement piggybacks on any of
+//! these packets, or is sent alone when its delay has expired.
+//!
+//! A channel that is held back by shares waits in `short` for the next round, which begins when no other channel has anything to send, or in
+//! `limited` until a rate allows another packet. It is still ready for all that shares do not hold back.
 
 use std::net::SocketAddr;
 
 use super::super::channel::{Channel, FETCHING_MAX, Flow, Form, Numbers, Op, WRITES_OFFERED_MAX, What};
 use super::super::memory::Span;
+use super::super::shares::Shares;
 use super::super::status::Status;
 use super::super::wire::{
     Atomic, Body, DATA_HEADER, Data, Encoded, Found, Header, Hello, MAP, Message, Offer, Write, flags,
@@ -45,6 +49,8 @@ impl Departure {
 /// A piece of the bytes that the peer has requested.
 struct Piece {
     serve: u32,
+    /// The endpoint whose share it takes.
+    endpoint: u16,
     /// Offset within the request.
     offset: u32,
     data: Data,
@@ -57,6 +63,14 @@ struct Cut {
     body: Body,
     flags: u8,
     payload: Span,
+    /// The endpoint whose share it takes, and bytes that it takes besides those of the packet.
+    charged: Option<(u16, u64)>,
+}
+
+impl Cut {
+    fn free(what: What, body: Body) -> Self {
+        Self { what, body, flags: 0, payload: Span::EMPTY, charged: None }
+    }
 }
 
 impl Engine {
@@ -75,13 +89,23 @@ impl Engine {
                 Header { flags: 0, failures: 0, session, number: 0, ack: 0, map: None, body: Body::Reset };
             return self.departs(to, &header, Span::EMPTY, out);
         }
+        if now >= self.limited_until {
+            self.end_limits();
+        }
         self.ask();
         loop {
             // Reads start their pulls when the flows cut them, so there may be bytes to request that there were not before.
             if self.ready.is_empty() {
                 self.ask();
             }
-            let Some(number) = self.ready.front().copied() else { break };
+            let Some(number) = self.ready.front().copied() else {
+                if self.short.is_empty() {
+                    break;
+                }
+                self.next_round();
+                continue;
+            };
+            self.shares.take_held();
             if self.depart_from(now, number, out).is_some() {
                 if self.counters.packets_out.is_multiple_of(u64::from(TURN)) {
                     self.ready.rotate_left(1);
@@ -89,8 +113,21 @@ impl Engine {
                 return true;
             }
             self.ready.pop_front();
+            let held = self.shares.take_held();
             if let Some(channel) = self.channels.get_mut(number) {
                 channel.is_queued = false;
+                if let Some(rounds) = held.rounds {
+                    self.short_rounds = self.short_rounds.min(rounds);
+                    if !std::mem::replace(&mut channel.is_short, true) {
+                        self.short.push_back(number);
+                    }
+                }
+                if let Some(until) = held.until {
+                    self.limited_until = self.limited_until.min(until);
+                    if !std::mem::replace(&mut channel.is_limited, true) {
+                        self.limited.push(number);
+                    }
+                }
                 if channel.arrivals.due().is_some() && channel.peer.is_some() && !self.late.contains(&number)
                 {
                     self.late.push_back(number);
@@ -111,6 +148,28 @@ impl Engine {
             }
         }
         false
+    }
+
+    /// Begins the next round of shares in which a channel that waits may send.
+    fn next_round(&mut self) {
+        self.shares.advance(std::mem::replace(&mut self.short_rounds, u64::MAX), self.short.len());
+        for number in std::mem::take(&mut self.short) {
+            if let Some(channel) = self.channels.get_mut(number) {
+                channel.is_short = false;
+                self.make_ready(number);
+            }
+        }
+    }
+
+    /// Has the channels look again that a rate held back.
+    fn end_limits(&mut self) {
+        self.limited_until = u64::MAX;
+        for number in std::mem::take(&mut self.limited) {
+            if let Some(channel) = self.channels.get_mut(number) {
+                channel.is_limited = false;
+                self.make_ready(number);
+            }
+        }
     }
 
     /// Makes delayed acknowledgements due now. The caller is about to sleep.
@@ -147,25 +206,34 @@ impl Engine {
         if let Some((psn, what)) = channel.window.resend(now) {
             self.counters.resent += 1;
             let cut = self.cut_again(number, what);
+            self.charge(now, &cut);
             let header =
                 self.channels.get_mut(number)?.header(cut.flags | flags::ACK_SOON, psn, cut.body, false);
             return self.departs(to, &header, cut.payload, out).then_some(());
         }
-        if let Some(piece) = channel.next_piece_alone() {
-            let header = channel.piece_header(now, &piece);
+        if let Some(piece) = channel.next_piece_alone(now, &mut self.shares) {
+            let header = channel.piece_header(now, &piece, &mut self.shares);
             return self.departs(to, &header, piece.payload, out).then_some(());
         }
         let cut = self.next_cut(now, number)?;
+        let is_last_for_now = self.charge(now, &cut);
         let channel = self.channels.get_mut(number)?;
         let is_data = matches!(cut.what, What::Data { .. } | What::Eager { .. } | What::Offer { .. });
         let bytes = Header::len(&cut.body, false) + cut.payload.len();
-        let soon = channel.window.is_half_full() || is_data && channel.is_last_of_all();
+        let soon = channel.window.is_half_full() || is_data && (is_last_for_now || channel.is_last_of_all());
         let psn = channel.window.send(now, cut.what, bytes, soon);
         channel.last_sent_at = now;
         let has_map_room = bytes + MAP <= channel.datagram;
         let flags = cut.flags | if soon { flags::ACK_SOON } else { 0 };
         let header = channel.header(flags, psn, cut.body, has_map_room);
         self.departs(to, &header, cut.payload, out).then_some(())
+    }
+
+    /// Charges a packet to its endpoint. Returns whether a rate limit holds the endpoint's next one back.
+    fn charge(&mut self, now: u64, cut: &Cut) -> bool {
+        let Some((endpoint, besides)) = cut.charged else { return false };
+        let bytes = Header::len(&cut.body, false) + cut.payload.len();
+        self.shares.spend(now, endpoint, bytes as u64 + besides)
     }
 
     /// Returns the channel's handshake packet if it is due.
@@ -199,9 +267,9 @@ impl Engine {
         }
         channel.is_data_turn = !channel.is_data_turn;
         let cut = if channel.is_data_turn {
-            self.next_data(number).or_else(|| self.next_of_flows(now, number))
+            self.next_data(now, number).or_else(|| self.next_of_flows(now, number))
         } else {
-            self.next_of_flows(now, number).or_else(|| self.next_data(number))
+            self.next_of_flows(now, number).or_else(|| self.next_data(now, number))
         };
         // A flow that starts a read may have queued its request.
         cut.or_else(|| self.next_control(number))
@@ -215,9 +283,10 @@ impl Engine {
     }
 
     /// Cuts the next fragment of the bytes that the peer requested.
-    fn next_data(&mut self, number: u32) -> Option<Cut> {
-        let piece = self.channels.get_mut(number)?.next_piece()?;
-        Some(Cut { what: piece.what(), body: Body::Data(piece.data), flags: 0, payload: piece.payload })
+    fn next_data(&mut self, now: u64, number: u32) -> Option<Cut> {
+        let piece = self.channels.get_mut(number)?.next_piece(now, &mut self.shares)?;
+        let charged = Some((piece.endpoint, 0));
+        Some(Cut { payload: piece.payload, charged, ..Cut::free(piece.what(), Body::Data(piece.data)) })
     }
 
     /// Cuts the next fragment, offer or request of the flows. The flows take turns; a turn is one whole operation, because the
@@ -234,24 +303,35 @@ impl Engine {
         None
     }
 
+    /// Cuts the next packet of a flow. What is sent again goes first; then the lanes of this engine's endpoints take turns of one
+    /// operation, as their shares allow.
     fn next_of_flow(&mut self, now: u64, number: u32, turn: usize) -> Option<Cut> {
+        let mut lanes = self.channels.get(number)?.flows[turn].lanes.len();
         loop {
             let channel = self.channels.get_mut(number)?;
             let datagram = channel.datagram - if channel.arrivals.has_gaps() { MAP } else { 0 };
             let flow = &mut channel.flows[turn];
-            let id = *flow.queue.front()?;
+            let (id, is_again) = flow.front()?;
             let Some(op) = self.ops.get_mut(id) else {
-                flow.queue.pop_front();
+                flow.pop();
                 continue;
             };
-            if !may_start(flow, op, now) || op.fetches() && channel.fetching >= FETCHING_MAX {
-                return None;
-            }
-            if matches!(op.form, Form::Read { .. }) {
-                if self.pulls.is_full() {
+            let is_read = matches!(op.form, Form::Read { .. });
+            let has_room =
+                !(op.fetches() && channel.fetching >= FETCHING_MAX || is_read && self.pulls.is_full());
+            // What has begun goes on, what is sent again is not held back, and a read sends nothing.
+            let is_free = is_again || op.sent > 0 || is_read;
+            let may_start = has_room && may_start(flow, op, now);
+            if !may_start || !is_free && !self.shares.admit(now, op.endpoint) {
+                if is_again || lanes <= 1 {
                     return None;
                 }
-                flow.queue.pop_front();
+                lanes -= 1;
+                flow.lanes.pass();
+                continue;
+            }
+            if is_read {
+                flow.pop();
                 flow.sent.push_back(id);
                 self.start_read(id);
                 continue;
@@ -274,7 +354,8 @@ impl Engine {
             // A flow that joins now must not cut the operation in half, so the turn is always the index of a flow.
             channel.turn = turn;
             if op.sent as usize == op.span.len() || !op.is_eager {
-                flow.queue.pop_front();
+                flow.pop();
+                flow.lanes.pass();
                 while flow.sent.front().is_some_and(|id| self.ops.get(*id).is_none()) {
                     flow.sent.pop_front();
                 }
@@ -287,12 +368,10 @@ impl Engine {
 
     /// Builds a packet from its content, for the first transmission or a retransmission.
     fn cut_again(&mut self, number: u32, what: What) -> Cut {
-        let nothing = |what| Cut { what, body: Body::Noop, flags: 0, payload: Span::EMPTY };
+        let nothing = |what| Cut::free(what, Body::Noop);
         match what {
-            What::Control(body, flags) => Cut { what, body, flags, payload: Span::EMPTY },
-            What::Failure(end) => {
-                Cut { what, body: Body::End(end), flags: flags::FAILURE, payload: Span::EMPTY }
-            }
+            What::Control(body, flags) => Cut { flags, ..Cut::free(what, body) },
+            What::Failure(end) => Cut { flags: flags::FAILURE, ..Cut::free(what, Body::End(end)) },
             What::Eager { op, attempt, offset, len } => {
                 let operation = self.ops.get(op).filter(|operation| operation.attempt == attempt);
                 operation
@@ -307,9 +386,9 @@ impl Engine {
                 let serve = self.channels.get(number).and_then(|channel| channel.serves.get(serve));
                 let found = serve.and_then(|serve| {
                     let payload = serve.span.part(u64::from(offset), u64::from(len))?;
-                    let body =
-                        Body::Data(Data { pull: serve.pull, offset: serve.offset + u64::from(offset) });
-                    Some(Cut { what, body, flags: 0, payload })
+                    let data = Data { pull: serve.pull, offset: serve.offset + u64::from(offset) };
+                    let charged = Some((serve.endpoint, 0));
+                    Some(Cut { payload, charged, ..Cut::free(what, Body::Data(data)) })
                 });
                 found.unwrap_or(nothing(what))
             }
@@ -394,7 +473,9 @@ fn eager(op: &Op, number: u32, offset: u32, len: u32, what: What) -> Option<Cut>
         }
         Form::Read { .. } => return None,
     };
-    Some(Cut { what, body, flags, payload })
+    // Bytes that are in place already were this endpoint's, too.
+    let besides = if let Form::Placed { len, .. } = op.form { len.into() } else { 0 };
+    Some(Cut { what, body, flags, payload, charged: Some((op.endpoint, besides)) })
 }
 
 fn offer(op: &Op, number: u32, what: What) -> Cut {
@@ -415,7 +496,7 @@ fn offer(op: &Op, number: u32, what: What) -> Cut {
     };
     let (seq, total, data) = (op.seq.unwrap_or(0), op.span.len() as u64, op.data.unwrap_or(0));
     let body = Body::Offer(Offer { to: op.to, from: op.endpoint, op: number, seq, total, tag, at, data });
-    Cut { what, body, flags, payload: Span::EMPTY }
+    Cut { flags, charged: Some((op.endpoint, 0)), ..Cut::free(what, body) }
 }
 
 impl Numbers {
@@ -423,7 +504,7 @@ impl Numbers {
         // SAFETY: the vector is kept with its entry, unchanged, until the peer has acknowledged it; the packet is sent before
         // that, and nothing writes through the span.
         let payload = unsafe { Span::new(self.bytes.as_mut_ptr(), self.bytes.len()) };
-        Cut { what, body: Body::Found(Found { op: self.op }), flags: 0, payload }
+        Cut { payload, ..Cut::free(what, Body::Found(Found { op: self.op })) }
     }
 }
 
@@ -434,37 +515,47 @@ impl Piece {
 }
 
 impl Channel {
-    /// Cuts the next piece of the bytes that the peer requested.
-    fn next_piece(&mut self) -> Option<Piece> {
+    /// Cuts the next piece of the bytes that the peer requested, of an endpoint whose share allows it.
+    fn next_piece(&mut self, now: u64, shares: &mut Shares) -> Option<Piece> {
+        let mut lanes = self.serving.len();
         loop {
-            let serve = *self.serving.front()?;
+            let (endpoint, serve) = self.serving.front()?;
             let own = self.serves.get_mut(serve).filter(|own| (own.sent as usize) < own.span.len());
             let Some(own) = own else {
-                self.serving.pop_front();
+                self.serving.pop();
                 continue;
             };
+            if !shares.admit(now, endpoint) {
+                if lanes <= 1 {
+                    return None;
+                }
+                lanes -= 1;
+                self.serving.pass();
+                continue;
+            }
             let header = DATA_HEADER + if self.arrivals.has_gaps() { MAP } else { 0 };
             let offset = own.sent;
             let len = (self.datagram - header).min(own.span.len() - offset as usize);
             let payload = own.span.part(offset.into(), len as u64)?;
             own.sent += len as u32;
             let data = Data { pull: own.pull, offset: own.offset + u64::from(offset) };
-            return Some(Piece { serve, offset, data, payload });
+            return Some(Piece { serve, endpoint, offset, data, payload });
         }
     }
 
     /// Cuts the next such piece if nothing else waits to be sent: most packets of a large transfer.
-    fn next_piece_alone(&mut self) -> Option<Piece> {
-        let is_alone = self.control.is_empty() && self.flows.iter().all(|flow| flow.queue.is_empty());
+    fn next_piece_alone(&mut self, now: u64, shares: &mut Shares) -> Option<Piece> {
+        let is_alone = self.control.is_empty() && self.flows.iter().all(Flow::is_empty);
         let may_send = is_alone && self.window.has_room(self.datagram);
-        may_send.then(|| self.next_piece()).flatten()
+        may_send.then(|| self.next_piece(now, shares)).flatten()
     }
 
     /// Numbers a packet with this piece, and builds its header.
     #[inline]
-    fn piece_header(&mut self, now: u64, piece: &Piece) -> Header {
+    fn piece_header(&mut self, now: u64, piece: &Piece, shares: &mut Shares) -> Header {
         let bytes = DATA_HEADER + piece.payload.len();
-        let soon = self.window.is_half_full() || self.is_last_of_all();
+        let is_last_for_now = shares.spend(now, piece.endpoint, bytes as u64);
+        let soon = self.window.is_half_full() || is_last_for_now || self.is_last_of_all();
         let psn = self.window.send(now, piece.what(), bytes, soon);
         self.last_sent_at = now;
         let has_map_room = bytes + MAP <= self.datagram;
@@ -485,7 +576,7 @@ impl Channel {
     fn is_last_of_all(&self) -> bool {
         self.serving
             .iter()
-            .all(|id| self.serves.get(*id).is_none_or(|serve| serve.sent as usize == serve.span.len()))
-            && self.flows.iter().all(|flow| flow.queue.is_empty())
+            .all(|id| self.serves.get(id).is_none_or(|serve| serve.sent as usize == serve.span.len()))
+            && self.flows.iter().all(Flow::is_empty)
     }
 }

@@ -199,7 +199,7 @@ impl Engine {
             // During a pause no message is in flight that the endpoint might still accept.
             if is_over && now < flow.paused_until {
                 flow.not_ready_since = None;
-                ended.extend(flow.queue.iter().copied());
+                ended.extend(flow.waiting());
             }
         }
         for id in ended {
@@ -214,8 +214,11 @@ impl Engine {
     pub fn wake_at(&self, now: u64) -> Option<u64> {
         let mut wake: Option<u64> = None;
         let mut at = |time: u64| wake = Some(wake.map_or(time, |wake| wake.min(time)));
-        if !self.ready.is_empty() || !self.resets.is_empty() {
+        if !self.ready.is_empty() || !self.short.is_empty() || !self.resets.is_empty() {
             at(now);
+        }
+        if !self.limited.is_empty() {
+            at(self.limited_until);
         }
         for channel in self.channels.iter() {
             if channel.peer.is_none() {

@@ -19,9 +19,12 @@ use std::net::SocketAddr;
 use chacha20::ChaCha20Rng;
 use chacha20::rand_core::{Rng, SeedableRng};
 
+use super::asking::Asking;
 use super::channel::{Channel, KEPT_BYTES_MAX, Op, Reports, What};
 use super::endpoint::{Completion, ENDPOINTS_MAX, Endpoint, Held, Kind, POSTED_MAX, UNEXPECTED_BYTES_MAX};
 use super::memory::{Access, Key, Memory, Span};
+use super::share::ShareSettings;
+use super::shares::{EndpointCounters, Shares};
 use super::slab::Slab;
 use super::status::Status;
 use super::wire::{Hello, Invite};
@@ -98,6 +101,9 @@ pub enum PostError {
     /// The region does not exist.
     #[error("no such region")]
     UnknownKey,
+    /// There is no such weight.
+    #[error("an endpoint's weight is 1 to 100")]
+    BadShare,
     /// An atomic operation has too many values, or the lengths of its parameters do not match.
     #[error(
         "an atomic operation takes 1 to 240 bytes of numbers, and operands, numbers to compare with and the place for the result that suit it"
@@ -128,6 +134,8 @@ pub struct Counters {
     pub bad_keys: u64,
     /// Channels that failed.
     pub failed_channels: u64,
+    /// How often the rate limit of an endpoint began to hold its packets back.
+    pub held_back: u64,
 }
 
 struct Pull {
@@ -139,8 +147,9 @@ struct Pull {
     asked: u64,
     received: u64,
     purpose: Purpose,
-    /// The pull does not use the budget, because its bytes do not take the socket's receive buffer.
-    is_free: bool,
+    /// Its sender's group in `asking`. `None`: the pull does not use the budget, because its bytes do not take the socket's receive
+    /// buffer.
+    group: Option<u32>,
 }
 
 #[derive(Clone, Copy)]
@@ -178,12 +187,18 @@ pub struct Engine {
     ready: VecDeque<u32>,
     /// Channels with a delayed acknowledgement.
     late: VecDeque<u32>,
+    /// Channels whose endpoints have no credit in this round, so that they wait for the next one.
+    short: VecDeque<u32>,
+    /// Rounds until the first of them may send.
+    short_rounds: u64,
+    /// Channels whose endpoints are beyond their rate, and when the first of them may send.
+    limited: Vec<u32>,
+    limited_until: u64,
+    shares: Shares,
     /// Pulls with bytes that have not been requested yet.
-    pulls_waiting: VecDeque<u32>,
+    asking: Asking,
     /// Memory of events that wait and of messages in assembly, in bytes. At most `Config::kept_bytes_max`.
     kept_bytes: usize,
-    /// Number of bytes that may still be requested.
-    budget: i64,
     resets: VecDeque<(SocketAddr, u32)>,
     /// Name by which this host's daemon knows the process.
     name: Option<[u8; 16]>,
@@ -203,7 +218,7 @@ impl Engine {
     /// Creates an engine. `epoch` is its start time in nanoseconds, which no other life of this address has. A random `seed` makes
     /// keys and session numbers impossible to guess.
     pub fn new(config: Config, epoch: u64, seed: [u8; 32]) -> Self {
-        let budget = config.receive_budget as i64;
+        let asking = Asking::new(config.receive_budget);
         let mut random = ChaCha20Rng::from_seed(seed);
         let memory = Memory::new(ChaCha20Rng::from_rng(&mut random));
         Self {
@@ -220,9 +235,13 @@ impl Engine {
             datagrams: HashMap::new(),
             ready: VecDeque::new(),
             late: VecDeque::new(),
-            pulls_waiting: VecDeque::new(),
+            short: VecDeque::new(),
+            short_rounds: u64::MAX,
+            limited: vec![],
+            limited_until: u64::MAX,
+            shares: Shares::default(),
+            asking,
             kept_bytes: 0,
-            budget,
             resets: VecDeque::new(),
             name: None,
             invites: VecDeque::new(),
@@ -243,7 +262,7 @@ impl Engine {
 
     /// Returns the counters.
     pub fn counters(&self) -> Counters {
-        self.counters
+        Counters { held_back: self.shares.held_back(), ..self.counters }
     }
 
     /// Opens the endpoint with this number, or with the first free number.
@@ -259,7 +278,29 @@ impl Engine {
             self.endpoints.resize_with(place + 1, || None);
         }
         self.endpoints[place] = Some(Endpoint::default());
+        self.shares.open(place as u16);
         Ok(place as u16)
+    }
+
+    /// Sets an endpoint's share of what this engine sends, from now on. It starts with the highest weight and without a limit.
+    pub fn set_share(&mut self, endpoint: u16, share: ShareSettings) -> Result<(), PostError> {
+        self.endpoint(endpoint).ok_or(PostError::NoEndpoint)?;
+        if !self.shares.set(endpoint, share) {
+            return Err(PostError::BadShare);
+        }
+        // What an earlier rate held back looks again.
+        self.limited_until = 0;
+        Ok(())
+    }
+
+    /// Counters of what an endpoint has sent since it was opened.
+    pub fn endpoint_counters(&self, endpoint: u16) -> EndpointCounters {
+        self.shares.counters(endpoint)
+    }
+
+    /// Whether the endpoint has a rate limit.
+    pub fn is_limited(&self, endpoint: u16) -> bool {
+        self.shares.is_limited(endpoint)
     }
 
     /// Closes an endpoint: its operations end without completion, and its regions are deregistered. Messages that were already
@@ -400,7 +441,7 @@ impl Engine {
 
     /// Whether channels may have packets to send.
     pub fn has_departures(&self) -> bool {
-        !self.ready.is_empty()
+        !self.ready.is_empty() || !self.short.is_empty()
     }
 
     /// Whether all posted operations have been acknowledged.

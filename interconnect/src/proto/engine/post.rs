@@ -134,7 +134,7 @@ impl Engine {
         let number = self.ops.insert(op).ok_or(PostError::Busy)?;
         if let Some(channel) = self.channels.get_mut(channel) {
             channel.uses += 1;
-            channel.flow(to).queue.push_back(number);
+            channel.flow(to).lanes.push(endpoint, number);
         }
         self.make_ready(channel);
         Ok(())

@@ -1,7 +1,6 @@
 //! Pulls: requests for the bytes of large messages, large writes and reads.
 //!
-//! One budget bounds the bytes that were requested from all peers together and have not arrived. Pulls take turns and request
-//! one chunk at a time.
+//! One budget bounds the bytes that were requested from all peers together and have not arrived (`asking.rs`).
 
 use super::super::channel::{Form, PULLING_MAX, Serve, Source, WRITES_OFFERED_MAX, What};
 use super::super::endpoint::Completion;
@@ -10,10 +9,8 @@ use super::super::status::Status;
 use super::super::wire::{Body, Data, End, Offer, Pull as PullBody, Subject, flags};
 use super::{Engine, Pull, PullSource, Purpose};
 
-/// Maximum number of bytes that one packet requests: large enough to keep the cost per request low, small enough that peers
-/// share the budget.
-const CHUNK: u64 = 256 << 10;
-/// The same for pulls without budget, whose requests are sent at once. A peer serves `SERVES_MAX` requests.
+/// Maximum number of bytes that a pull without budget requests by one packet. Its requests are sent at once, and a peer serves
+/// `SERVES_MAX`.
 const FREE_CHUNK: u64 = 1 << 30;
 
 impl Engine {
@@ -29,7 +26,13 @@ impl Engine {
         let is_empty = span.is_empty();
         let own = self.channels.get(channel);
         let is_free = own.is_some_and(|own| own.local.is_some() && own.pulling < PULLING_MAX);
-        let pull = Pull { channel, source, to, span, asked: 0, received: 0, purpose, is_free };
+        // The endpoint of the peer whose share the bytes are.
+        let sender = match &purpose {
+            Purpose::Read(_) => to,
+            Purpose::Message(_, completion) => completion.peer.endpoint,
+            Purpose::Write { from, .. } => *from,
+        };
+        let pull = Pull { channel, source, to, span, asked: 0, received: 0, purpose, group: None };
         let id = self.pulls.insert(pull);
         debug_assert!(id.is_some(), "callers look for room first");
         if let Some(own) = self.channels.get_mut(channel).filter(|_| id.is_some()) {
@@ -40,7 +43,10 @@ impl Engine {
         } else if is_free {
             while self.request(id?, FREE_CHUNK) {}
         } else {
-            self.pulls_waiting.push_back(id?);
+            let group = self.asking.join((channel, sender), id?);
+            if let Some(pull) = self.pulls.get_mut(id?) {
+                pull.group = group;
+            }
             self.make_ready(channel);
         }
         id
@@ -79,32 +85,36 @@ impl Engine {
 
     /// Requests more bytes, as far as the budget allows.
     pub(super) fn ask(&mut self) {
-        let all = self.config.receive_budget as i64;
-        let mut tries = self.pulls_waiting.len();
-        while tries > 0 && self.budget > 0 {
-            let Some(id) = self.pulls_waiting.pop_front() else { return };
-            let Some(pull) = self.pulls.get_mut(id) else {
+        if !self.asking.take_due() {
+            return;
+        }
+        let mut tries = self.asking.waiting();
+        while tries > 0 {
+            let Some((group, first)) = self.asking.front() else { return };
+            let Some(id) = first else {
+                self.asking.pass();
                 tries -= 1;
                 continue;
             };
-            let number = pull.channel;
-            let Some(own) = self.channels.get_mut(number) else { continue };
-            if pull.asked == 0 && own.pulling >= PULLING_MAX {
-                self.pulls_waiting.push_back(id);
-                tries -= 1;
+            let Some(pull) = self.pulls.get(id) else {
+                self.asking.skip();
                 continue;
-            }
-            let total = pull.span.len() as u64;
-            let chunk = CHUNK.min(total - pull.asked);
-            if chunk as i64 > self.budget && self.budget < all {
-                self.pulls_waiting.push_front(id);
-                return;
-            }
-            self.budget -= chunk as i64;
-            if self.request(id, chunk) {
-                self.pulls_waiting.push_back(id);
-            } else {
-                tries -= 1;
+            };
+            let begins = pull.asked == 0;
+            let left = pull.span.len() as u64 - pull.asked;
+            let may_begin =
+                !begins || self.channels.get(pull.channel).is_some_and(|own| own.pulling < PULLING_MAX);
+            match self.asking.chunk(group, left).filter(|_| may_begin) {
+                Some(0) => return,
+                Some(chunk) => {
+                    let has_more = self.request(id, chunk);
+                    self.asking.take(chunk, has_more);
+                    tries = self.asking.waiting();
+                }
+                None => {
+                    self.asking.pass();
+                    tries -= 1;
+                }
             }
         }
     }
@@ -140,7 +150,9 @@ impl Engine {
         }
         let fresh = (payload.len() as u64).min(pull.asked - pull.received);
         pull.received += fresh;
-        self.budget += if pull.is_free { 0 } else { fresh as i64 };
+        if let Some(group) = pull.group {
+            self.asking.arrived(group, fresh);
+        }
         if pull.received == pull.span.len() as u64 {
             self.finish_pull(data.pull, Status::Success);
         }
@@ -173,7 +185,12 @@ impl Engine {
     /// Removes a pull from the tables and counters.
     pub(super) fn remove_pull(&mut self, id: u32) -> Option<Pull> {
         let pull = self.pulls.remove(id)?;
-        self.budget += if pull.is_free { 0 } else { (pull.asked - pull.received) as i64 };
+        if let Some(group) = pull.group {
+            self.asking.arrived(group, pull.asked - pull.received);
+            self.asking.leave(group);
+        }
+        // Another pull of the channel may begin.
+        self.asking.set_due();
         if let Some(own) = self.channels.get_mut(pull.channel) {
             own.uses -= 1;
             own.pulling -= u32::from(pull.asked > 0);
@@ -197,12 +214,12 @@ impl Engine {
         let found = if flags & flags::MEMORY != 0 {
             let span = self.memory.find(pull.to, pull.source, pull.at, len, false);
             self.counters.bad_keys += u64::from(span.is_err());
-            span.map(|span| (Source::Key(pull.source), span))
+            span.map(|span| (Source::Key(pull.source), pull.to, span))
         } else {
             let number = u32::try_from(pull.source).unwrap_or(u32::MAX);
             let op = self.ops.get(number).filter(|op| op.channel == channel && op.is_offered());
-            let span = op.and_then(|op| op.span.part(pull.at, len));
-            span.map(|span| (Source::Offer(number), span)).ok_or(Status::Cancelled)
+            let part = op.and_then(|op| Some((op.endpoint, op.span.part(pull.at, len)?)));
+            part.map(|(endpoint, span)| (Source::Offer(number), endpoint, span)).ok_or(Status::Cancelled)
         };
         // The peer counts with offsets up to the end of what it asks for.
         let found = match pull.offset.checked_add(len) {
@@ -210,11 +227,12 @@ impl Engine {
             None => Err(Status::Protocol),
         };
         let status = match (found, self.channels.get_mut(channel)) {
-            (Ok((source, span)), Some(own)) => {
-                let serve = Serve { source, span, pull: pull.pull, offset: pull.offset, sent: 0, arrived: 0 };
+            (Ok((source, endpoint, span)), Some(own)) => {
+                let PullBody { pull: number, offset, .. } = pull;
+                let serve = Serve { source, endpoint, span, pull: number, offset, sent: 0, arrived: 0 };
                 match own.serves.insert(serve) {
                     Some(id) => {
-                        own.serving.push_back(id);
+                        own.serving.push(endpoint, id);
                         return;
                     }
                     None => Status::NotReady,

@@ -6,6 +6,7 @@ mod hostile;
 mod local;
 mod model;
 mod random;
+mod shares;
 mod stranger;
 mod wire;
 mod world;

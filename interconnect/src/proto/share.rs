@@ -1,17 +1,19 @@
-//! A container's share of the daemon's engine: deficit round robin by weight, and a token bucket. All processes of a container have one
-//! share together, so that nobody gets more by starting more processes.
+//! Shares of what is sent: deficit round robin by weight, and a token bucket.
+//!
+//! Containers of the daemon's engine have shares of its thread, and all processes of a container have one together, so that nobody gets
+//! more by starting more processes. The endpoints of an engine have shares of what that engine sends (`shares.rs`).
 
-/// Highest weight: that of a container without setting.
+/// Highest weight: that of a container or endpoint without setting.
 pub const WEIGHT_MAX: u32 = 100;
-/// Bytes that a container of the highest weight may send in a turn: four trains of packets, so that another one waits for little.
+/// Bytes that the highest weight may send in a turn: four trains of packets, so that another one waits for little.
 const QUANTUM: i64 = 256 << 10;
-/// Depth of the bucket in time: what a container may send at once after a pause.
+/// Depth of the bucket in time: what may be sent at once after a pause.
 const DEPTH_NS: u64 = 2_000_000;
 
-/// A container's share, as configured.
+/// Share of a container or an endpoint, as set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ShareSettings {
-    /// Weight among the containers that have something to send, 1 to [`WEIGHT_MAX`]. A heavier one is also served first.
+    /// Weight among those that have something to send, 1 to [`WEIGHT_MAX`]. A heavier container is also served first.
     pub weight: u32,
     /// Maximum rate in bytes per second; 0: no limit.
     pub rate: u64,
@@ -24,7 +26,7 @@ impl Default for ShareSettings {
 }
 
 /// A share in use.
-pub(super) struct Share {
+pub(crate) struct Share {
     settings: ShareSettings,
     /// Bytes that may still leave in this turn, negative after a packet that was larger.
     credit: i64,
@@ -33,40 +35,60 @@ pub(super) struct Share {
 }
 
 impl Share {
-    pub(super) fn new(settings: ShareSettings) -> Self {
+    pub(crate) fn new(settings: ShareSettings) -> Self {
         Self { settings, credit: 0, paid_at: 0 }
     }
 
-    pub(super) fn set(&mut self, settings: ShareSettings) {
+    pub(crate) fn set(&mut self, settings: ShareSettings) {
         self.settings = settings;
     }
 
-    pub(super) fn weight(&self) -> u32 {
+    pub(crate) fn weight(&self) -> u32 {
         self.settings.weight
     }
 
-    /// Begins a turn. What a turn leaves is not saved for the next one: the container had nothing more to send.
-    pub(super) fn begin(&mut self) {
-        let weight = i64::from(self.settings.weight.clamp(1, WEIGHT_MAX));
-        let quantum = QUANTUM * weight / i64::from(WEIGHT_MAX);
-        self.credit = (self.credit + quantum).min(quantum);
+    pub(crate) fn settings(&self) -> ShareSettings {
+        self.settings
+    }
+
+    /// Bytes of a turn.
+    fn quantum(&self) -> i64 {
+        QUANTUM * i64::from(self.settings.weight.clamp(1, WEIGHT_MAX)) / i64::from(WEIGHT_MAX)
+    }
+
+    /// Begins a turn. What a turn leaves is not saved for the next one: there was nothing more to send.
+    pub(crate) fn begin(&mut self) {
+        self.skip(1, 1);
+    }
+
+    /// Begins a turn after `turns - 1` others in which nothing was sent. Turns are `length` times as long as usual.
+    pub(crate) fn skip(&mut self, turns: u64, length: u32) {
+        let quantum = self.quantum() * i64::from(length);
+        let earned = quantum.saturating_mul(i64::try_from(turns).unwrap_or(i64::MAX));
+        self.credit = self.credit.saturating_add(earned).min(quantum);
+    }
+
+    /// Number of turns of this length until a packet may leave, apart from the rate; 0: in this one.
+    pub(crate) fn turns_left(&self, length: u32) -> u64 {
+        let quantum = self.quantum() * i64::from(length);
+        if self.credit > 0 { 0 } else { (self.credit.unsigned_abs() / quantum.unsigned_abs()) + 1 }
     }
 
     /// Whether another packet may leave now.
-    pub(super) fn may_send(&self, now: u64) -> bool {
+    pub(crate) fn may_send(&self, now: u64) -> bool {
         self.credit > 0 && self.wakes_at(now).is_none()
     }
 
     /// A packet has left.
-    pub(super) fn spend(&mut self, now: u64, bytes: usize) {
-        self.credit -= bytes as i64;
-        if let Some(time) = (bytes as u64 * 1_000_000_000).checked_div(self.settings.rate) {
-            self.paid_at = self.paid_at.max(now) + time;
+    pub(crate) fn spend(&mut self, now: u64, bytes: u64) {
+        self.credit = self.credit.saturating_sub_unsigned(bytes);
+        if let Some(time) = bytes.saturating_mul(1_000_000_000).checked_div(self.settings.rate) {
+            self.paid_at = self.paid_at.max(now).saturating_add(time);
         }
     }
 
     /// When the bucket has tokens again; `None`: it has some.
-    pub(super) fn wakes_at(&self, now: u64) -> Option<u64> {
+    pub(crate) fn wakes_at(&self, now: u64) -> Option<u64> {
         let at = self.paid_at.saturating_sub(DEPTH_NS);
         (self.settings.rate > 0 && at > now).then_some(at)
     }
@@ -84,7 +106,7 @@ mod tests {
             for (share, bytes) in shares.iter_mut().zip(&mut bytes) {
                 share.begin();
                 while share.may_send(now) {
-                    share.spend(now, packet);
+                    share.spend(now, packet as u64);
                     *bytes += packet as u64;
                 }
             }
