@@ -4,20 +4,23 @@ use std::net::SocketAddr;
 
 use super::wire::{Control, HEADER};
 use super::{Sealing, Way};
-use crate::meeting::{Keys, Message, Reach};
+use crate::meeting::{Keys, Message, Question, Reach};
 use crate::proto::Span;
 
 const MS: u64 = 1_000_000;
 const TEXT: &[u8] = b"\x15 in clear text";
 
 /// Runs `script`: steps of a kind, a number, and for packets their length and bytes. What a node sends to a peer that was once said to be behind a
-/// sealed link, and not since to be clear, is never in clear text.
+/// sealed link, and not since to be clear, is never in clear text. A node at an Ethernet device gets the same steps: after an answer that does not
+/// permit frames, none leaves or is taken.
 pub fn run(script: &[u8]) {
     let peers: [SocketAddr; 3] =
         ["10.0.0.2:1", "10.0.0.3:2", "[fd00::1]:3"].map(|text| text.parse().unwrap());
     let mut sealing = Sealing::new(([10, 0, 0, 1], 7000).into(), false, [7; 32]);
-    let (mut rest, mut now, mut tickets) = (script, MS, vec![]);
+    let mut frames = Sealing::of_frames(peers[0], false, [8; 32]);
+    let (mut rest, mut now, mut tickets, mut is_refused) = (script, MS, vec![], false);
     sealing.connected();
+    frames.connected();
     while let [kind, number, more @ ..] = rest {
         rest = more;
         let peer = peers[usize::from(*number) % peers.len()];
@@ -27,11 +30,14 @@ pub fn run(script: &[u8]) {
                 let (packet, more) = rest.get(1..).unwrap_or_default().split_at(len);
                 rest = more;
                 let mut packet = packet.to_vec();
+                assert!(!is_refused || frames.arrive(now, peer, &mut packet).is_none());
                 if let Some(arrived) = sealing.arrive(now, peer, &mut packet) {
                     assert!(arrived.len() <= len);
                 }
             }
             2 => {
+                let may_leave = matches!(frames.depart(now, peer, TEXT, Span::EMPTY), Way::Clear);
+                assert!(!(is_refused && may_leave));
                 let is_sealed = sealing.is_sealed(peer);
                 match sealing.depart(now, peer, TEXT, Span::EMPTY) {
                     Way::Clear => assert!(!is_sealed),
@@ -51,8 +57,15 @@ pub fn run(script: &[u8]) {
                     Reach::Stream,
                     Reach::Router,
                     Reach::AllClear,
+                    Reach::SomeSealed,
                 ];
-                sealing.reached(now, peer, reaches[usize::from(*number / 3) % reaches.len()]);
+                let reach = reaches[usize::from(*number / 3) % reaches.len()];
+                sealing.reached(now, peer, reach);
+                frames.reached(now, peer, reach);
+                is_refused = match reach {
+                    Reach::NotYet => is_refused,
+                    reach => reach != Reach::AllClear,
+                };
             }
             4 => {
                 let keys = Keys { epoch: number & 3, keys: [*number; 64] };
@@ -60,9 +73,13 @@ pub fn run(script: &[u8]) {
                 sealing.keys(now, ticket, if *number < 200 { Ok(keys) } else { Err(Reach::NotYet) });
             }
             5 => now += u64::from(*number) * MS * if *kind & 64 == 0 { 1 } else { 60_000 },
-            6 if *number < 8 => sealing.disconnected(),
-            6 => sealing.connected(),
+            6 if *number < 8 => [&mut sealing, &mut frames].into_iter().for_each(Sealing::disconnected),
+            6 => [&mut sealing, &mut frames].into_iter().for_each(Sealing::connected),
             _ => {
+                while let Some(ask) = frames.next_ask() {
+                    assert_eq!(ask, Message::Reach(Question::ANY));
+                }
+                assert!(frames.next_packet().is_none() && frames.next_ready().is_none());
                 while let Some(ask) = sealing.next_ask() {
                     if let Message::Key(request) = ask {
                         tickets.push(request.ticket);
