@@ -146,10 +146,7 @@ fn check(here: &str, name: &str, seconds: f64) -> Done {
         done += 1;
     }
     let bps = done as f64 * LEN as f64 * 8.0 / begin.elapsed().as_secs_f64();
-    let (resent, attachment) = (node.counters().resent, endpoint.attachment(peer));
-    println!(
-        "{{\"bps\": {bps}, \"wrong_bytes\": {wrong}, \"resent\": {resent}, \"attachment\": \"{attachment}\"}}"
-    );
+    println!("{{\"bps\": {bps}, \"wrong_bytes\": {wrong}, \"resent\": {}}}", node.counters().resent);
     endpoint.write(peer, memory.note_span(), (key, (SLOTS * LEN) as u64), Some(LAST), LAST)?;
     while wait(&endpoint, Kind::Write, Some(PATIENCE))?.context != LAST {}
     Ok(())
