@@ -8,7 +8,10 @@ libfuzzer_sys::fuzz_target!(|data: &[u8]| {
     if let Ok(text) = std::str::from_utf8(data) {
         if let Some(Ok(address)) = parse(text) {
             let mac = mac_of(address).expect("a name gives a station");
-            assert_eq!((station(mac, address.port()), parse(&name_of(address))), (address, Some(Ok(address))));
+            assert_eq!(
+                (station(mac, address.port()), parse(&name_of(address))),
+                (address, Some(Ok(address)))
+            );
         }
         if let Ok(bind) = text.parse::<Bind>() {
             assert_eq!(bind.to_string().parse::<Bind>().as_ref(), Ok(&bind));

@@ -113,7 +113,7 @@ fn what_is_no_ethernet_device_is_refused_with_one_line() {
     drop(first);
     open("ether://far:7000", None, None).unwrap();
     let set = capabilities(None).unwrap();
-    let mut without = set.clone();
+    let mut without = set;
     without.effective -= CapabilitySet::NET_RAW;
     set_capabilities(None, without).unwrap();
     assert!(refusal("ether://far:7000").contains("packet sockets need CAP_NET_RAW"));
@@ -189,7 +189,7 @@ fn forged_frames_are_counted_and_change_nothing() {
     forger.send(&frame(&[2, 9, 9, 9, 9, 9], &far, &hello));
     [other, control, sealed].iter().for_each(|bytes| forger.send(&frame(&near, &far, bytes)));
     // What the node rejects: a length beyond the frame, no packet, port 0, a source that no station can have, noise in place of a packet.
-    let mut malformed = vec![hello.clone(), hello.clone(), hello.clone()];
+    let mut malformed = [hello.clone(), hello.clone(), hello.clone()];
     malformed[0][8..10].fill(0xff);
     malformed[1][8..10].fill(0);
     malformed[2][6..8].fill(0);

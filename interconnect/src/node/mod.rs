@@ -195,8 +195,7 @@ impl Inner {
     }
 
     /// Waits until the daemon has said whether packets may leave in frames that nobody seals. Over UDP that is decided for each peer.
-    fn await_permission(&mut self, bind: &Bind) -> Result<(), Error> {
-        let start = Instant::now();
+    fn await_permission(&mut self, bind: &Bind, start: Instant) -> Result<(), Error> {
         while start.elapsed() < PERMISSION {
             let now = start.elapsed().as_nanos() as u64;
             match self.seal.permission(now) {
@@ -433,11 +432,12 @@ impl Node {
         let engine = Engine::new(config, epoch, random().map_err(refused)?);
         let packet = Departure::empty();
         let mut inner = Inner { engine, wire, packet, local, seal, kept: vec![], notices: vec![] };
-        inner.await_permission(&options.bind)?;
+        let start = Instant::now();
+        inner.await_permission(&options.bind, start)?;
         let shared = Arc::new(Shared {
             descriptor: inner.local.inbox(),
             inner: Mutex::new(inner),
-            start: Instant::now(),
+            start,
             polled: AtomicU64::new(0),
             sleeping: AtomicU32::new(0),
             is_closing: AtomicBool::new(false),

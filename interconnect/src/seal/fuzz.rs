@@ -17,10 +17,10 @@ pub fn run(script: &[u8]) {
     let peers: [SocketAddr; 3] =
         ["10.0.0.2:1", "10.0.0.3:2", "[fd00::1]:3"].map(|text| text.parse().unwrap());
     let mut sealing = Sealing::new(([10, 0, 0, 1], 7000).into(), false, [7; 32]);
-    let mut frames = Sealing::of_frames(peers[0], false, [8; 32]);
-    let (mut rest, mut now, mut tickets, mut is_refused) = (script, MS, vec![], false);
+    let mut frames = Frames { sealing: Sealing::of_frames(peers[0], false, [8; 32]), is_refused: false };
+    let (mut rest, mut now, mut tickets) = (script, MS, vec![]);
     sealing.connected();
-    frames.connected();
+    frames.sealing.connected();
     while let [kind, number, more @ ..] = rest {
         rest = more;
         let peer = peers[usize::from(*number) % peers.len()];
@@ -30,14 +30,12 @@ pub fn run(script: &[u8]) {
                 let (packet, more) = rest.get(1..).unwrap_or_default().split_at(len);
                 rest = more;
                 let mut packet = packet.to_vec();
-                assert!(!is_refused || frames.arrive(now, peer, &mut packet).is_none());
+                frames.exchange(now, peer, &mut packet);
                 if let Some(arrived) = sealing.arrive(now, peer, &mut packet) {
                     assert!(arrived.len() <= len);
                 }
             }
             2 => {
-                let may_leave = matches!(frames.depart(now, peer, TEXT, Span::EMPTY), Way::Clear);
-                assert!(!(is_refused && may_leave));
                 let is_sealed = sealing.is_sealed(peer);
                 match sealing.depart(now, peer, TEXT, Span::EMPTY) {
                     Way::Clear => assert!(!is_sealed),
@@ -62,10 +60,6 @@ pub fn run(script: &[u8]) {
                 let reach = reaches[usize::from(*number / 3) % reaches.len()];
                 sealing.reached(now, peer, reach);
                 frames.reached(now, peer, reach);
-                is_refused = match reach {
-                    Reach::NotYet => is_refused,
-                    reach => reach != Reach::AllClear,
-                };
             }
             4 => {
                 let keys = Keys { epoch: number & 3, keys: [*number; 64] };
@@ -73,13 +67,12 @@ pub fn run(script: &[u8]) {
                 sealing.keys(now, ticket, if *number < 200 { Ok(keys) } else { Err(Reach::NotYet) });
             }
             5 => now += u64::from(*number) * MS * if *kind & 64 == 0 { 1 } else { 60_000 },
-            6 if *number < 8 => [&mut sealing, &mut frames].into_iter().for_each(Sealing::disconnected),
-            6 => [&mut sealing, &mut frames].into_iter().for_each(Sealing::connected),
+            6 if *number < 8 => {
+                [&mut sealing, &mut frames.sealing].into_iter().for_each(Sealing::disconnected)
+            }
+            6 => [&mut sealing, &mut frames.sealing].into_iter().for_each(Sealing::connected),
             _ => {
-                while let Some(ask) = frames.next_ask() {
-                    assert_eq!(ask, Message::Reach(Question::ANY));
-                }
-                assert!(frames.next_packet().is_none() && frames.next_ready().is_none());
+                frames.drain();
                 while let Some(ask) = sealing.next_ask() {
                     if let Message::Key(request) = ask {
                         tickets.push(request.ticket);
@@ -94,6 +87,37 @@ pub fn run(script: &[u8]) {
                 while sealing.next_ready().is_some() || sealing.next_note().is_some() {}
             }
         }
+    }
+}
+
+/// A node at an Ethernet device.
+struct Frames {
+    sealing: Sealing,
+    /// The last answer that decides does not permit frames.
+    is_refused: bool,
+}
+
+impl Frames {
+    /// Sends a packet, and takes one.
+    fn exchange(&mut self, now: u64, peer: SocketAddr, packet: &mut [u8]) {
+        let leaves = matches!(self.sealing.depart(now, peer, TEXT, Span::EMPTY), Way::Clear);
+        let arrives = self.sealing.arrive(now, peer, packet).is_some();
+        assert!(!self.is_refused || !leaves && !arrives);
+    }
+
+    fn reached(&mut self, now: u64, peer: SocketAddr, reach: Reach) {
+        self.sealing.reached(now, peer, reach);
+        if reach != Reach::NotYet {
+            self.is_refused = reach != Reach::AllClear;
+        }
+    }
+
+    fn drain(&mut self) {
+        while let Some(ask) = self.sealing.next_ask() {
+            assert_eq!(ask, Message::Reach(Question::ANY));
+        }
+        assert!(self.sealing.next_packet().is_none() && self.sealing.next_ready().is_none());
+        while self.sealing.next_note().is_some() {}
     }
 }
 
