@@ -8,6 +8,15 @@ use crate::meeting::{Keys, Message, Question, Reach};
 use crate::proto::Span;
 
 const MS: u64 = 1_000_000;
+const REACHES: [Reach; 7] = [
+    Reach::Clear,
+    Reach::Sealed,
+    Reach::NotYet,
+    Reach::Stream,
+    Reach::Router,
+    Reach::AllClear,
+    Reach::SomeSealed,
+];
 const TEXT: &[u8] = b"\x15 in clear text";
 
 /// Runs `script`: steps of a kind, a number, and for packets their length and bytes. What a node sends to a peer that was once said to be behind a
@@ -48,16 +57,7 @@ pub fn run(script: &[u8]) {
                 }
             }
             3 => {
-                let reaches = [
-                    Reach::Clear,
-                    Reach::Sealed,
-                    Reach::NotYet,
-                    Reach::Stream,
-                    Reach::Router,
-                    Reach::AllClear,
-                    Reach::SomeSealed,
-                ];
-                let reach = reaches[usize::from(*number / 3) % reaches.len()];
+                let reach = REACHES[usize::from(*number / 3) % REACHES.len()];
                 sealing.reached(now, peer, reach);
                 frames.reached(now, peer, reach);
             }
