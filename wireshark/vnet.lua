@@ -1,4 +1,5 @@
--- Wireshark dissectors for vnet: the interconnect's packets and control frames (docs/interconnect.md), and the native encapsulation of links.
+-- Wireshark dissectors for vnet: the interconnect's packets, over UDP and in raw Ethernet frames, and control frames (docs/interconnect.md), and the native
+-- encapsulation of links.
 --
 --     tshark -X lua_script:vnet.lua -i eth0 -Y vnet_rdma
 --
@@ -419,7 +420,42 @@ function vm.dissector(buffer, pinfo, tree)
     return buffer:len()
 end
 
-DissectorTable.get("ethertype"):add(0x88b5, vm)
+-- Packets in raw Ethernet frames, which share the ethertype with control frames.
+
+local ether = Proto("vnet_rdma_ether", "vnet interconnect in raw Ethernet")
+
+local ETHER_HEADER = 10
+local e = {
+    to = ProtoField.uint16("vnet_rdma_ether.to", "Destination port"),
+    from = ProtoField.uint16("vnet_rdma_ether.from", "Source port"),
+    length = ProtoField.uint16("vnet_rdma_ether.length", "Length of the packet"),
+    padding = ProtoField.bytes("vnet_rdma_ether.padding", "Padding"),
+}
+ether.fields = { e.to, e.from, e.length, e.padding }
+
+function ether.dissector(buffer, pinfo, tree)
+    if buffer:len() <= ETHER_HEADER or buffer(0, 4):string() ~= "vrde" then
+        return vm.dissector(buffer, pinfo, tree)
+    end
+    local length = buffer(8, 2):uint()
+    pinfo.cols.protocol = "VNET-RDMA-ETHER"
+    pinfo.cols.info = string.format("%u -> %u length=%u", buffer(6, 2):uint(), buffer(4, 2):uint(), length)
+    local own = tree:add(ether, buffer(0, ETHER_HEADER), "vnet interconnect in raw Ethernet")
+    own:add(e.to, buffer(4, 2))
+    own:add(e.from, buffer(6, 2))
+    own:add(e.length, buffer(8, 2))
+    local rest = buffer:len() - ETHER_HEADER
+    if length == 0 or length > rest then
+        return ETHER_HEADER
+    end
+    if rest > length then
+        own:add(e.padding, buffer(ETHER_HEADER + length))
+    end
+    rdma.dissector(buffer(ETHER_HEADER, length):tvb(), pinfo, tree)
+    return buffer:len()
+end
+
+DissectorTable.get("ethertype"):add(0x88b5, ether)
 
 local ports = DissectorTable.get("udp.port")
 ports:add(9000, native)

@@ -1,8 +1,8 @@
 //! A transfer whose every byte is checked, and a wire that loses and delays its datagrams (`lab/lab bench interconnect`).
 //!
 //! `faults relay ADDRESS:PORT SERVER:PORT LOST LATE` forwards datagrams between a client and the server; of a thousand, LOST are lost, and
-//! LATE are overtaken by up to `OVERTAKEN` others. `faults serve ADDRESS:PORT` takes writes and checks each; `faults check NAME SECONDS`
-//! makes them, and prints one JSON object.
+//! LATE are overtaken by up to `OVERTAKEN` others. `faults serve BIND` takes writes and checks each; `faults check NAME SECONDS [BIND]`
+//! makes them, and prints one JSON object. BIND is ADDRESS:PORT, or ether://DEVICE:PORT for raw Ethernet.
 
 use std::error::Error;
 use std::net::{SocketAddr, UdpSocket};
@@ -11,7 +11,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use vnet_rdma::{Access, Completion, Endpoint, Key, Kind, Node, Options, Peer, Span, Status, resolve};
+use vnet_rdma::{
+    Access, Completion, Endpoint, Key, Kind, Node, Options, Peer, Span, Status, name_of, resolve,
+};
 
 type Done = Result<(), Box<dyn Error>>;
 
@@ -33,8 +35,9 @@ fn main() -> Done {
     match words[..] {
         ["relay", here, server, lost, late] => relay(here, server.parse()?, [lost.parse()?, late.parse()?]),
         ["serve", here] => serve(here),
-        ["check", name, seconds] => check(name, seconds.parse()?),
-        _ => Err("usage: faults relay HERE SERVER LOST LATE | serve HERE | check NAME SECONDS".into()),
+        ["check", name, seconds] => check("0.0.0.0:0", name, seconds.parse()?),
+        ["check", name, seconds, here] => check(here, name, seconds.parse()?),
+        _ => Err("usage: faults relay HERE SERVER LOST LATE | serve HERE | check NAME SECONDS [HERE]".into()),
     }
 }
 
@@ -89,17 +92,17 @@ fn wait(endpoint: &Endpoint, kind: Kind, patience: Option<Duration>) -> Result<C
     }
 }
 
-fn open(here: SocketAddr) -> Result<(Node, Endpoint), Box<dyn Error>> {
-    let node = Node::open(&Options { bind: here, ..Options::default() })?;
+fn open(here: &str) -> Result<(Node, Endpoint), Box<dyn Error>> {
+    let node = Node::open(&Options { bind: here.parse()?, ..Options::default() })?;
     let endpoint = node.endpoint(Some(0))?;
     Ok((node, endpoint))
 }
 
 fn serve(here: &str) -> Done {
-    let (node, endpoint) = open(here.parse()?)?;
+    let (node, endpoint) = open(here)?;
     let memory = Memory::new();
     let own = memory.register(&endpoint)?;
-    println!("{}/0", node.address());
+    println!("{}", name_of(Peer { address: node.address(), endpoint: 0 }));
     endpoint.receive(memory.note_span(), 0)?;
     let peer = wait(&endpoint, Kind::Receive, None)?.peer;
     let key = memory.note().swap(own, Ordering::Relaxed);
@@ -120,9 +123,9 @@ fn serve(here: &str) -> Done {
     }
 }
 
-fn check(name: &str, seconds: f64) -> Done {
+fn check(here: &str, name: &str, seconds: f64) -> Done {
     let peer = resolve(name)?;
-    let (node, endpoint) = open("0.0.0.0:0".parse()?)?;
+    let (node, endpoint) = open(here)?;
     let memory = Memory::new();
     memory.note().store(memory.register(&endpoint)?, Ordering::Relaxed);
     endpoint.send(peer, memory.note_span(), None, 0)?;

@@ -41,7 +41,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let peers = names.iter().map(|name| resolve(name)).collect::<Result<Vec<_>, _>>()?;
     let (left, right) = (peers[(place + peers.len() - 1) % peers.len()], peers[(place + 1) % peers.len()]);
 
-    let node = Node::open(&Options { bind: peers[place].address, ..Options::default() })?;
+    let node = Node::open(&Options { bind: peers[place].address.into(), ..Options::default() })?;
     let endpoint = node.endpoint(Some(peers[place].endpoint))?;
     // The right neighbour needs no right to read.
     let inbox = Region::new(&endpoint, LEN, Access { read: false, write: true })?;

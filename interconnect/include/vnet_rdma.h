@@ -1,4 +1,4 @@
-/* The vnet interconnect for C: endpoints, registered memory, RDMA writes and reads, messages, over UDP or shared memory.
+/* The vnet interconnect for C: endpoints, registered memory, RDMA writes and reads, messages, over UDP, raw Ethernet or shared memory.
  *
  * Link with -lvnet_rdma. Functions return 0 or a negative errno; vnet_rdma_error() has the reason as text, for each thread.
  * All functions may be called from any thread. docs/interconnect.md has a guide and what is promised under failure.
@@ -13,12 +13,13 @@
 extern "C" {
 #endif
 
-/* A UDP socket with a protocol engine, usually one for each process. */
+/* A socket with a protocol engine, usually one for each process. */
 typedef struct vnet_rdma_node vnet_rdma_node;
 /* Operations are posted on an endpoint, and their completions are taken from it. */
 typedef struct vnet_rdma_endpoint vnet_rdma_endpoint;
 
-/* An endpoint elsewhere. Compare with vnet_rdma_same_peer(). */
+/* An endpoint elsewhere. Compare with vnet_rdma_same_peer(). A node at an Ethernet device has the link-local IPv6 address that is made from the device's
+ * MAC address (RFC 4291, appendix A), with the scope 0. */
 typedef struct vnet_rdma_peer {
 	uint8_t ip[16];    /* IPv6, or IPv4 in its first four bytes */
 	uint32_t scope;    /* of IPv6 */
@@ -98,11 +99,12 @@ const char *vnet_rdma_status_text(uint32_t status);
 /* Deadline of an operation in the nodes that are opened from now on, in milliseconds. 60 s unless it is set. 0: none, and messages wait
  * without limit for an endpoint that is not open or has no room. */
 void vnet_rdma_set_timeout(uint32_t timeout_ms);
-/* Opens a node at `bind`, such as "10.77.1.1:7000" or "[::]:0"; NULL: any address and port. */
+/* Opens a node at `bind`, such as "10.77.1.1:7000" or "[::]:0"; NULL: any address and port. "ether://eth0:7000": in raw Ethernet frames at this
+ * device, which needs CAP_NET_RAW. -ENODEV: no such device; -EPERM: no CAP_NET_RAW, or a link of this host is sealed. */
 int vnet_rdma_open(const char *bind, vnet_rdma_node **node);
 /* Waits up to two seconds for acknowledgements, tells peers, and frees the node. Close its endpoints first. */
 void vnet_rdma_close(vnet_rdma_node *node);
-/* UDP port of the node. */
+/* Port of the node. */
 uint16_t vnet_rdma_port(const vnet_rdma_node *node);
 
 /* Opens the endpoint `number` of the node, or the first free one if it is negative. */
@@ -115,7 +117,7 @@ int vnet_rdma_endpoint_share(vnet_rdma_endpoint *endpoint, uint32_t weight, uint
 /* Its number. */
 uint16_t vnet_rdma_endpoint_number(const vnet_rdma_endpoint *endpoint);
 
-/* The endpoint named "HOST:PORT/ENDPOINT". */
+/* The endpoint named "HOST:PORT/ENDPOINT", or "ether://MAC:PORT/ENDPOINT", such as "ether://02-00-00-00-00-01:7000/0". */
 int vnet_rdma_resolve(const char *name, vnet_rdma_peer *peer);
 /* Whether both are the same endpoint. */
 int vnet_rdma_same_peer(const vnet_rdma_peer *a, const vnet_rdma_peer *b);
@@ -154,8 +156,8 @@ int vnet_rdma_peek(vnet_rdma_endpoint *endpoint, const vnet_rdma_peer *from, uin
 		   uint64_t claim, vnet_rdma_completion *seen);
 int vnet_rdma_receive_claimed(vnet_rdma_endpoint *endpoint, uint64_t claim, void *start, size_t len, uint64_t context,
 			      uint32_t flags);
-/* How the packets to a peer travel now: by the UDP socket, or through memory shared with a process of the same host, which the host's daemon
- * gives by itself soon after the first message. VNET_RDMA_MEETING="" in the environment keeps them on the socket. With
+/* How the packets to a peer travel now: by the UDP socket, in raw Ethernet frames, or through memory shared with a process of the same host, which the host's daemon
+ * gives by itself soon after the first message. VNET_RDMA_MEETING="" in the environment keeps them on the network. With
  * VNET_RDMA_ATTACHMENT=daemon, the host's daemon runs the engine and sends all packets; between two processes that it serves they
  * need no network. To a peer behind a sealed link they are sealed, unless
  * VNET_RDMA_SEAL=off. */
@@ -163,6 +165,7 @@ int vnet_rdma_receive_claimed(vnet_rdma_endpoint *endpoint, uint64_t claim, void
 #define VNET_RDMA_ATTACHMENT_SAME_HOST 1
 #define VNET_RDMA_ATTACHMENT_DAEMON 2
 #define VNET_RDMA_ATTACHMENT_SEALED 3
+#define VNET_RDMA_ATTACHMENT_ETHERNET 4
 int vnet_rdma_attachment(vnet_rdma_endpoint *endpoint, const vnet_rdma_peer *peer);
 /* Takes a posted buffer back. 0, or -ENOENT: there is none with this context, or its message is on its way. */
 int vnet_rdma_cancel(vnet_rdma_endpoint *endpoint, uint64_t context);

@@ -1,16 +1,20 @@
 //! Measures the interconnect between two processes.
 //!
-//! `vnet-rdma-perf server ADDRESS:PORT` prints its name and serves one client after the other; with `once`, only one. After each client it
-//! prints its own processor time while that one measured the rate.
-//! `vnet-rdma-perf client NAME [SIZE [SECONDS]]` measures the one-way latency of 8-byte writes and the rate of writes of SIZE bytes, for
-//! SECONDS each; `LATENCY,RATE` in place of SECONDS gives each its own time. It shows how the packets travelled: `udp`, or `same-host`
-//! through shared memory. With VNET_RDMA_MEETING empty they take UDP. Across a sealed link they are sealed, unless VNET_RDMA_SEAL is off.
+//! `vnet-rdma-perf server BIND` prints its name and serves one client after the other; with `once`, only one. After each client it
+//! prints its own processor time while that one measured the rate. BIND is ADDRESS:PORT, or ether://DEVICE:PORT for raw Ethernet.
+//! `vnet-rdma-perf client [from BIND] NAME [SIZE [SECONDS]]` measures the one-way latency of 8-byte writes and the rate of writes of SIZE bytes, for
+//! SECONDS each; `LATENCY,RATE` in place of SECONDS gives each its own time. It shows how the packets travelled: `udp`, `ethernet`, or
+//! `same-host` through shared memory. With VNET_RDMA_MEETING empty they take the network. Across a sealed link they are sealed, unless
+//! VNET_RDMA_SEAL is off. A server at an Ethernet device needs `from`.
 
 use std::io::Write;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use vnet_rdma::{Access, Completion, Endpoint, Error, Kind, Node, Options, Peer, Region, Status, resolve};
+use vnet_rdma::ether::address::mac_of;
+use vnet_rdma::{
+    Access, Bind, Completion, Endpoint, Error, Kind, Node, Options, Peer, Region, Status, name_of, resolve,
+};
 
 const BOTH: Access = Access { read: true, write: true };
 /// Memory that each side offers.
@@ -27,15 +31,9 @@ fn main() -> ExitCode {
     let done = match arguments[..] {
         ["server", bind] => serve(bind, false),
         ["server", bind, "once"] => serve(bind, true),
-        ["client", name] => measure(name, "2097152", "2"),
-        ["client", name, size] => measure(name, size, "2"),
-        ["client", name, size, seconds] => measure(name, size, seconds),
-        _ => {
-            eprintln!(
-                "usage: vnet-rdma-perf server ADDRESS:PORT [once] | client HOST:PORT/0 [SIZE [SECONDS]]"
-            );
-            return ExitCode::from(2);
-        }
+        ["client", "from", bind, ref rest @ ..] if !rest.is_empty() => client(Some(bind), rest),
+        ["client", ref rest @ ..] if !rest.is_empty() => client(None, rest),
+        _ => return usage(),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,
@@ -44,6 +42,27 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+fn usage() -> ExitCode {
+    eprintln!(
+        "usage: vnet-rdma-perf server BIND [once] | client [from BIND] NAME [SIZE [SECONDS]]; BIND is ADDRESS:PORT or \
+         ether://DEVICE:PORT, NAME is HOST:PORT/0 or ether://MAC:PORT/0"
+    );
+    ExitCode::from(2)
+}
+
+fn client(bind: Option<&str>, arguments: &[&str]) -> Result<(), Error> {
+    match arguments {
+        [name] => measure(bind, name, "2097152", "2"),
+        [name, size] => measure(bind, name, size, "2"),
+        [name, size, seconds] => measure(bind, name, size, seconds),
+        _ => Err(wrong(&arguments.join(" "))),
+    }
+}
+
+fn bind_to(text: &str) -> Result<Bind, Error> {
+    text.parse().map_err(|_| wrong(text))
 }
 
 fn wrong(text: &str) -> Error {
@@ -55,7 +74,7 @@ fn wait(endpoint: &Endpoint, kind: Kind, patience: Option<Duration>) -> Result<C
     loop {
         match endpoint.wait(patience) {
             Some(completion) if completion.status != Status::Success => {
-                return Err(Error::Name(completion.peer.address.to_string(), completion.status.to_string()));
+                return Err(Error::Name(name_of(completion.peer), completion.status.to_string()));
             }
             Some(completion) if completion.kind == kind => return Ok(completion),
             Some(_) => {}
@@ -65,9 +84,9 @@ fn wait(endpoint: &Endpoint, kind: Kind, patience: Option<Duration>) -> Result<C
 }
 
 fn serve(bind: &str, once: bool) -> Result<(), Error> {
-    let node = Node::open(&Options { bind: bind.parse().map_err(|_| wrong(bind))?, ..Options::default() })?;
+    let node = Node::open(&Options { bind: bind_to(bind)?, ..Options::default() })?;
     let endpoint = node.endpoint(Some(0))?;
-    println!("{}/0", node.address());
+    println!("{}", name_of(Peer { address: node.address(), endpoint: 0 }));
     loop {
         let done = serve_one(&endpoint);
         if once {
@@ -100,15 +119,25 @@ fn serve_one(endpoint: &Endpoint) -> Result<(), Error> {
     endpoint.deregister(region.key())
 }
 
-fn measure(name: &str, size: &str, seconds: &str) -> Result<(), Error> {
+fn measure(bind: Option<&str>, name: &str, size: &str, seconds: &str) -> Result<(), Error> {
     let size: usize =
         size.parse().ok().filter(|size| (1..=MEMORY).contains(size)).ok_or_else(|| wrong(size))?;
     let (latency_s, rate_s) = seconds.split_once(',').unwrap_or((seconds, seconds));
     let latency_s: f64 = latency_s.parse().map_err(|_| wrong(latency_s))?;
     let rate_s: f64 = rate_s.parse().map_err(|_| wrong(rate_s))?;
     let peer = resolve(name)?;
-    let any = if peer.address.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" };
-    let node = Node::open(&Options { bind: any.parse().map_err(|_| wrong(any))?, ..Options::default() })?;
+    let any = match bind {
+        Some(bind) => bind,
+        None if mac_of(peer.address).is_some() => {
+            return Err(Error::Name(
+                name.into(),
+                "by which device? write: client from ether://DEVICE:0 NAME".into(),
+            ));
+        }
+        None if peer.address.is_ipv4() => "0.0.0.0:0",
+        None => "[::]:0",
+    };
+    let node = Node::open(&Options { bind: bind_to(any)?, ..Options::default() })?;
     let endpoint = node.endpoint(Some(0))?;
     let region = Region::new(&endpoint, MEMORY, BOTH)?;
     region.fill(0, &region.key().to_be_bytes())?;

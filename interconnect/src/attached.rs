@@ -14,7 +14,7 @@ use crate::proto::{
 use crate::seal::SealCounters;
 use crate::{daemon, node};
 
-/// A process on the network: a UDP socket, the protocol's engine, and endpoints.
+/// A process on the network: a socket, the protocol's engine, and endpoints.
 pub struct Node(Engine);
 
 enum Engine {
@@ -189,7 +189,7 @@ impl Endpoint {
         self.post(peer, &plain(Shape::Read { key, at }, span, None, context))
     }
 
-    /// How packets to a peer travel now. A channel to a process of this host begins by UDP.
+    /// How packets to a peer travel now. A channel to a process of this host begins on the network.
     pub fn attachment(&self, peer: Peer) -> Attachment {
         either!(self, own => own.attachment(peer))
     }

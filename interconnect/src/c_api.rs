@@ -31,12 +31,16 @@ pub(crate) fn code(error: &Error) -> c_int {
         | Error::Range(..)
         | Error::Attachment(_)
         | Error::Seal(_)
+        | Error::OwnDevice(_)
+        | Error::OtherWire(_)
         | Error::Refused(PostError::BadAtomic | PostError::BadShare) => -libc::EINVAL,
         Error::Refused(PostError::Busy) => -libc::EAGAIN,
         Error::Refused(PostError::NoEndpoint | PostError::UnknownKey) => -libc::ENOENT,
         Error::Refused(PostError::Taken) => -libc::EADDRINUSE,
         Error::Refused(PostError::NoRegion) => -libc::ENOMEM,
         Error::Daemon(_) => -libc::ENOTCONN,
+        Error::Device(_, refusal) => -refusal.errno(),
+        Error::NotSealed(_) | Error::Unpermitted(_) => -libc::EPERM,
         Error::Foreign => -libc::EFAULT,
     }
 }
@@ -107,9 +111,10 @@ pub unsafe extern "C" fn vnet_rdma_open(bind: *const c_char, node: *mut *mut Nod
     }
     if !bind.is_null() {
         // SAFETY: the pointer is not null, and the caller guarantees a string.
-        match unsafe { text(bind) }.and_then(|text| text.parse().ok()) {
-            Some(address) => options.bind = address,
-            None => return invalid("the address to bind is none: write ADDRESS:PORT"),
+        match unsafe { text(bind) }.map(str::parse) {
+            Some(Ok(bind)) => options.bind = bind,
+            Some(Err(error)) => return invalid(&error.to_string()),
+            None => return invalid("the address to bind is none: write ADDRESS:PORT or ether://DEVICE:PORT"),
         }
     }
     if node.is_null() {
@@ -137,7 +142,7 @@ pub unsafe extern "C" fn vnet_rdma_close(node: *mut Node) {
     }
 }
 
-/// Returns the UDP port of a node.
+/// Returns the port of a node.
 ///
 /// # Safety
 /// `node` is null or an open node.

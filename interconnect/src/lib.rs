@@ -1,11 +1,12 @@
 //! The vnet interconnect: RDMA semantics for applications in virtual machines and containers, without RDMA hardware.
 //!
-//! An application opens a [`Node`], which is a UDP socket with a protocol engine, opens endpoints on it, registers memory, and
+//! An application opens a [`Node`], which is a socket with a protocol engine, opens endpoints on it, registers memory, and
 //! posts operations: messages, writes into and reads from registered memory of other nodes, and atomic operations. Each
 //! operation ends with one [`Completion`].
 //!
 //! - [`proto`]: the protocol, without I/O;
 //! - `node/`: the engine inside the application: socket, progress, waiting;
+//! - [`ether`]: packets in raw Ethernet frames, in place of UDP;
 //! - [`seal`]: encrypts packets that cross a sealed link;
 //! - [`ring`]: packets through memory shared with a process of the same host;
 //! - [`meeting`]: how two processes of one host get a ring from its daemon;
@@ -22,6 +23,7 @@ mod c_types;
 mod c_wait;
 mod closer;
 pub mod daemon;
+pub mod ether;
 pub mod meeting;
 mod node;
 pub mod proto;
@@ -32,7 +34,8 @@ pub mod seal;
 pub mod vm;
 
 pub use attached::{Endpoint, Node};
-pub use node::{Attachment, Error, Options, RingCounters, resolve};
+pub use ether::address::Bind;
+pub use node::{Attachment, Error, Options, RingCounters, name_of, resolve};
 pub use proto::{
     ATOMIC_BYTES_MAX, Access, Atomic, Change, Completion, Counters, Datatype, EndpointCounters, Key, Kind,
     Match, Outgoing, Peer, PostError, Receive, Seen, Shape, Span, Status,

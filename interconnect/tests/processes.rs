@@ -287,7 +287,7 @@ fn packets_are_sent_again_while_the_program_blocks() {
     endpoint.send(Peer { address, endpoint: 0 }, region.span(0, 8).unwrap(), None, 1).unwrap();
     endpoint.pause(Duration::ZERO);
     drop(gone);
-    let options = Options { bind: address, ..Options::default() };
+    let options = Options { bind: address.into(), ..Options::default() };
     let node = Node::open(&options).unwrap();
     let _other = node.endpoint(Some(0)).unwrap();
     let mut polled = libc::pollfd { fd: descriptor, events: libc::POLLIN, revents: 0 };
@@ -319,7 +319,7 @@ fn a_sleeping_thread_wakes_for_the_timer_of_another_ones_operation() {
         std::thread::sleep(Duration::from_millis(100));
         posts.send(Peer { address, endpoint: 0 }, region.span(0, 8).unwrap(), None, 1).unwrap();
         drop(gone);
-        let node = Node::open(&Options { bind: address, ..Options::default() }).unwrap();
+        let node = Node::open(&Options { bind: address.into(), ..Options::default() }).unwrap();
         let other = node.endpoint(Some(0)).unwrap();
         // The peer gets the message only if the sleeping thread repeats the handshake; its answer ends that thread.
         let target = Region::new(&other, 8, BOTH).unwrap();

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -111,6 +112,30 @@ def test_applications_that_want_clear_text_get_it_only_from_each_other(topology:
         assert code != 0
         assert f"{far.address}:7000 takes only sealed packets: unset VNET_RDMA_SEAL" in text
         machine.execute(near, "vnet-rdma-perf", "client", name, "8", "0.1", timeout_s=120)
+
+
+def test_raw_ethernet_is_refused_where_a_link_is_sealed(topology: Topology):
+    """Applications cannot seal it; who wants it nevertheless has what links seal, between hosts."""
+    near, far = topology.find("h1c1"), topology.find("h2c1")
+    server, name = "ether://eth0:7000", f"ether://{far.mac.replace(':', '-')}:7000/0"
+    status, text = machine.attempt(far, "vnet-rdma-perf", "server", server, "once")
+    assert (status, text.count("\n")) == (1, 1), text
+    assert "cannot use Ethernet device eth0: a link of this host is sealed" in text
+    wait_for_path(near, far.address)
+    off = ["env", "VNET_RDMA_SEAL=off", "vnet-rdma-perf"]
+    words = machine.namespace_command(far, ["timeout", "120", *off, "server", server, "once"])
+    with (
+        subprocess.Popen(words, env=machine.environment(far), stdout=subprocess.PIPE, text=True) as serving,
+        underlay_capture(topology.hosts[0]) as seen,
+    ):
+        assert serving.stdout.readline().strip() == name
+        client = [*off, "client", "from", "ether://eth0:0", name, "16384", "0.1"]
+        assert "attachment ethernet" in machine.execute(near, *client, timeout_s=120)
+        assert serving.wait(60) == 0
+    assert len(seen[0]) > 16_384, "the frames were captured"
+    # The program writes zeros.
+    assert bytes(64) not in seen[0], "between hosts, links seal the frames"
+    assert b"vrde" not in seen[0]
 
 
 def test_certificates_are_replaced_under_traffic(topology: Topology):

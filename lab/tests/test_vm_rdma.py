@@ -1,6 +1,7 @@
 """The interconnect inside virtual machines: vnetd runs the engine on memory that applications of the guest share."""
 
 import re
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -111,6 +112,23 @@ def test_a_container_and_a_virtual_machine(lab: Topology):
         seen = figures(machine.execute(guest, *command("client", name, "1048576", "0.5"), timeout_s=BOOT_S))
     assert seen["attachment"] == "daemon"
     print(f"virtual machine to container of its host: {seen}")
+    assert_nothing_is_left(lab)
+
+
+def test_raw_ethernet_and_control_frames_share_the_wire(lab: Topology):
+    """The guest's kernel has a packet socket, the helper another one: each takes its own frames of one ethertype."""
+    guest, container = lab.find("h1v1"), lab.find("h2c1")
+    bind = "ether://eth0:7000"
+    name = f"ether://{container.mac.replace(':', '-')}:7000/0"
+    words = machine.namespace_command(container, ["timeout", "120", PERF, "server", bind, "once"])
+    with subprocess.Popen(words, env=machine.environment(container), stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout.readline().strip() == name
+        with guest_server(lab.find("h2v1")) as other:
+            control = [*command("client", other, "8192", "0.5"), "&&"]
+            frames = [PERF, "client", "from", "ether://eth0:0", name, "65536", "0.5"]
+            text = machine.execute(guest, " ".join([*control, *frames]), timeout_s=BOOT_S)
+        assert server.wait(60) == 0
+    assert re.findall(r"attachment (\S+)", text) == ["daemon", "ethernet"]
     assert_nothing_is_left(lab)
 
 

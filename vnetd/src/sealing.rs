@@ -151,6 +151,13 @@ fn context(network: NetworkId, source: IpAddr, request: &KeyRequest) -> Vec<u8> 
 
 impl Sealer for KeyKeeper {
     fn reach(&mut self, place: &Place, question: &Question) -> Reach {
+        if *question == Question::ANY {
+            return match self.with(|engine| engine.has_sealed_links(None)) {
+                Some(true) => Reach::SomeSealed,
+                Some(false) => Reach::AllClear,
+                None => Reach::NotYet,
+            };
+        }
         self.find(place, question).map_or_else(|reach| reach, |_| Reach::Sealed)
     }
 

@@ -16,6 +16,7 @@ use super::entry::{Answer, Event, Submission, ended};
 use super::posting::Posting;
 use super::queue::Queues;
 use super::served::RECEIVES_MAX;
+use crate::ether::address::Bind;
 use crate::meeting::{Guest, Heard, Request};
 use crate::node::notice::Notice;
 use crate::node::pages::Pages;
@@ -93,6 +94,9 @@ impl Node {
         let Some(name) = &options.meeting else {
             return Err(Error::Daemon("VNET_RDMA_MEETING is empty; unset it".into()));
         };
+        let Bind::Udp(bind) = options.bind else {
+            return Err(Error::Daemon("it has no raw Ethernet: use the process engine, or UDP".into()));
+        };
         let daemon = Guest::connect(name).map_err(|error| {
             let mend = match is_vm {
                 true => "is vnet-rdma-guest running in this virtual machine?",
@@ -101,7 +105,7 @@ impl Node {
             Error::Daemon(format!("cannot reach it in this network namespace: {error}; {mend}"))
         })?;
         let end = Instant::now() + PATIENCE;
-        let is_asked = daemon.attach(Request::new(options.bind, &options.config));
+        let is_asked = daemon.attach(Request::new(bind, &options.config));
         while is_asked && Instant::now() < end {
             match daemon.receive().map_err(|error| Error::Daemon(format!("it has hung up: {error}")))? {
                 None => wait_readable(&[daemon.descriptor().as_raw_fd()], Some(LOOK_NS)),

@@ -302,7 +302,7 @@ fn what_cannot_be_is_said_in_one_line() {
     let absent = failure(&Options { meeting: Some("vnet-test-nobody".into()), ..daemon.options("daemon") });
     assert!(absent.contains("is vnetd running"), "{absent}");
     let (node, endpoint, _) = daemon.node("daemon");
-    let taken = failure(&Options { bind: node.address(), ..daemon.options("daemon") });
+    let taken = failure(&Options { bind: node.address().into(), ..daemon.options("daemon") });
     assert!(taken.contains("in use"), "{taken}");
     let mut bytes = [0; 8];
     assert!(matches!(endpoint.register(own(&mut bytes), BOTH), Err(Error::Foreign)));

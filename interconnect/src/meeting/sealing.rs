@@ -1,7 +1,7 @@
 //! Messages about keys: how a peer is reached, and the keys of a session with it.
 
 use std::fmt;
-use std::net::SocketAddr;
+use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 
 use super::attach::{ADDRESS, decode_address, encode_address};
 
@@ -39,10 +39,13 @@ pub enum Reach {
     /// No link of this host is sealed, so this holds for every peer.
     #[error("no link of this host is sealed")]
     AllClear,
+    /// Some link of this host is sealed. Answers the question about no peer, [`Question::ANY`].
+    #[error("a link of this host is sealed")]
+    SomeSealed,
 }
 
 impl Reach {
-    const ALL: [Reach; 8] = [
+    const ALL: [Reach; 9] = [
         Reach::Clear,
         Reach::Sealed,
         Reach::NotYet,
@@ -51,6 +54,7 @@ impl Reach {
         Reach::Foreign,
         Reach::Several,
         Reach::AllClear,
+        Reach::SomeSealed,
     ];
 
     fn code(self) -> u8 {
@@ -61,6 +65,9 @@ impl Reach {
         Self::ALL.get(usize::from(code)).copied()
     }
 }
+
+/// Stands for no peer: no UDP packet goes to port 0.
+const NOBODY: SocketAddr = SocketAddr::new(IpAddr::V6(Ipv6Addr::UNSPECIFIED), 0);
 
 /// A process's question how a peer is reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -118,6 +125,9 @@ pub(super) const REQUEST: usize = 4 + 1 + 1 + QUESTION + 16 + 16;
 pub(super) const ANSWER: usize = 4 + 1 + 1 + 2 * KEY;
 
 impl Question {
+    /// The question about no peer: is any link of this host sealed?
+    pub const ANY: Self = Self { own: NOBODY, peer: NOBODY };
+
     pub(super) fn encode(&self) -> [u8; QUESTION] {
         let mut bytes = [0; QUESTION];
         bytes[..ADDRESS].copy_from_slice(&encode_address(self.own));

@@ -88,6 +88,8 @@ fn messages_are_read_as_they_are_written() {
         Message::Absent(b),
         Message::Reach(between),
         Message::Reached(peer, Reach::Several),
+        Message::Reach(Question::ANY),
+        Message::Reached(Question::ANY.peer, Reach::SomeSealed),
         Message::Key(request(Role::Opener, None)),
         Message::Key(request(Role::Answerer, Some(3))),
         Message::Keys(u32::MAX, Ok(keys)),

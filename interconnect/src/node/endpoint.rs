@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use super::notice::Notice;
 use super::pages::Pages;
-use super::socket::{datagram_to, wait_readable};
+use super::socket::wait_readable;
 use super::{Attachment, Error, Inner, Shared};
 use crate::proto::{
     Access, Completion, EndpointCounters, Engine, Key, Match, Outgoing, Peer, PostError, Receive, Seen,
@@ -74,8 +74,7 @@ impl Endpoint {
     pub fn post(&self, peer: Peer, out: &Outgoing) -> Result<(), Error> {
         let mut inner = self.shared.inner.lock();
         if !inner.engine.has_datagram(peer.address) {
-            // Without a route the default size is as good as any: the peer is later reported as unreachable.
-            let datagram = datagram_to(peer.address).unwrap_or(inner.engine.config().datagram_max);
+            let datagram = inner.wire.packet_to(peer.address, inner.engine.config().datagram_max)?;
             let is_sealed = inner.seal.is_sealed(peer.address);
             let datagram = if is_sealed { datagram - OVERHEAD } else { datagram };
             inner.engine.set_datagram(peer.address, datagram);
@@ -110,7 +109,7 @@ impl Endpoint {
         Ok(key)
     }
 
-    /// How packets to a peer travel now. A channel to a process of this host begins by UDP.
+    /// How packets to a peer travel now. A channel to a process of this host begins on the network.
     pub fn attachment(&self, peer: Peer) -> Attachment {
         self.shared.inner.lock().attachment(peer.address)
     }
@@ -215,7 +214,7 @@ impl Endpoint {
         let mut inner = self.shared.inner.lock();
         let descriptor =
             inner.new_notice(self.number).and_then(|notice| notice.watch(self.shared.descriptor));
-        descriptor.map_err(|error| Error::Socket(self.shared.address, error))
+        descriptor.map_err(|error| Error::socket(&self.shared.bind, error))
     }
 
     /// Wakes a thread that sleeps on the endpoint's descriptor, or in `pause` or `wait`.

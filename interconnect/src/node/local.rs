@@ -55,6 +55,8 @@ pub enum Attachment {
     Daemon,
     /// By the UDP socket, sealed.
     Sealed,
+    /// In raw Ethernet frames.
+    Ethernet,
 }
 
 impl std::fmt::Display for Attachment {
@@ -64,6 +66,7 @@ impl std::fmt::Display for Attachment {
             Attachment::Sealed => "sealed",
             Attachment::SameHost => "same-host",
             Attachment::Daemon => "daemon",
+            Attachment::Ethernet => "ethernet",
         })
     }
 }
@@ -418,7 +421,7 @@ impl Local {
     }
 
     fn open(&mut self, engine: &mut Engine, address: SocketAddr, ring: io::Result<Ring>) {
-        // Without address space the peer stays on UDP.
+        // Without address space the peer stays on the network.
         let Ok(ring) = ring else { return };
         let is_usable = self.rings.len() < RINGS_OF_PROCESS_MAX
             && !engine.is_local(address)

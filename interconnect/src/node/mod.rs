@@ -1,5 +1,5 @@
-//! The process engine: runs the protocol inside the application over a UDP socket, and through shared memory with processes of the same
-//! host (`local.rs`). Packets to peers behind sealed links are sealed on their way to the socket ([`crate::seal`]).
+//! The process engine: runs the protocol inside the application over a UDP socket or in raw Ethernet frames (`wire.rs`), and through shared
+//! memory with processes of the same host (`local.rs`). Packets to peers behind sealed links are sealed on their way to the socket ([`crate::seal`]).
 //!
 //! Each call that polls or waits makes progress: it receives packets, lets the engine send, and takes completions. If the
 //! application has not called for some milliseconds, a library thread makes progress instead, so that peers get answers while
@@ -13,12 +13,14 @@
 
 mod endpoint;
 mod local;
+mod name;
 pub(crate) mod notice;
 pub(crate) mod pages;
 pub(crate) mod socket;
+mod wire;
 
 use std::io;
-use std::net::{Ipv4Addr, SocketAddr, ToSocketAddrs};
+use std::net::{Ipv4Addr, SocketAddr};
 use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -27,18 +29,22 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use parking_lot::Mutex;
 
+use crate::ether::Refusal;
+use crate::ether::address::{Bind, name_of as wire_name};
 use crate::meeting;
-use crate::proto::{Config, Counters, Departure, Engine, Peer, PostError};
+use crate::proto::{Config, Counters, Departure, Engine, PostError};
 use crate::random::random;
-use crate::seal::{OVERHEAD, SealCounters, Sealing, Way};
+use crate::seal::{FRAMES_REFUSED, OVERHEAD, Permission, SealCounters, Sealing, Way};
 pub use endpoint::Endpoint;
 use local::Local;
 pub use local::{Attachment, RingCounters};
+pub use name::{name_of, resolve};
 use notice::{Event, Notice};
 use pages::Pages;
-use socket::{Socket, datagram_to, segments_mut, wait_readable};
+use socket::wait_readable;
+use wire::{Arrival, Wire};
 
-/// Maximum number of datagrams received before the engine sends.
+/// Maximum number of system calls that receive before the engine sends.
 const RECEIVES_MAX: usize = 16;
 /// Interval at which the library thread checks whether the application polls.
 const LOOK: Duration = Duration::from_millis(5);
@@ -50,6 +56,8 @@ const ATTACHMENT_VARIABLE: &str = "VNET_RDMA_ATTACHMENT";
 const SEAL_VARIABLE: &str = "VNET_RDMA_SEAL";
 /// How often a thread takes packets from rings before it wakes the threads that sleep, instead of arming the rings for them.
 const REARMS_MAX: u32 = 4;
+/// How long opening a node at an Ethernet device waits for the daemon's permission.
+const PERMISSION: Duration = Duration::from_secs(2);
 /// How long closing a node waits for acknowledgements.
 const LINGER: Duration = Duration::from_secs(2);
 
@@ -59,8 +67,27 @@ pub enum Error {
     /// A system call on the socket failed.
     #[error("cannot use UDP address {0}: {1}")]
     Socket(SocketAddr, io::Error),
+    /// A node cannot be bound to an Ethernet device, or a system call for its socket failed.
+    #[error("cannot use Ethernet device {0}: {1}")]
+    Device(String, Refusal),
+    /// A link of this host is sealed.
+    #[error("cannot use Ethernet device {0}: {FRAMES_REFUSED}")]
+    NotSealed(String),
+    /// The daemon does not say whether a link of this host is sealed.
+    #[error(
+        "cannot use Ethernet device {0}: this host's vnetd does not say that no link is sealed: an older one?"
+    )]
+    Unpermitted(String),
+    /// The peer is at another kind of wire.
+    #[error("{} is out of reach: a node at an Ethernet device reaches only names of the kind ether://MAC:PORT/ENDPOINT, and one at a UDP address none of them", wire_name(*.0))]
+    OtherWire(SocketAddr),
+    /// The peer is at the node's own Ethernet device.
+    #[error("{} is out of reach: it is at the same Ethernet device, which does not return frames to itself; use UDP", wire_name(*.0))]
+    OwnDevice(SocketAddr),
     /// The name of an endpoint is malformed, or its host is unknown.
-    #[error("'{0}' is no endpoint: write HOST:PORT/ENDPOINT, such as 10.77.2.1:7000/0 ({1})")]
+    #[error(
+        "'{0}' is no endpoint: write HOST:PORT/ENDPOINT, such as 10.77.2.1:7000/0, or ether://MAC:PORT/ENDPOINT ({1})"
+    )]
     Name(String, String),
     /// The engine rejected the call.
     #[error(transparent)]
@@ -87,17 +114,27 @@ pub enum Error {
     Seal(String),
 }
 
+impl Error {
+    /// A system call for the socket at this place failed.
+    fn socket(bind: &Bind, error: io::Error) -> Self {
+        match bind {
+            Bind::Udp(address) => Error::Socket(*address, error),
+            Bind::Ethernet { .. } => Error::Device(bind.device(), error.into()),
+        }
+    }
+}
+
 /// Options for opening a node.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Address of the UDP socket; port 0 selects any free port.
-    pub bind: SocketAddr,
+    /// Address of the UDP socket, or Ethernet device; port 0 selects any free port.
+    pub bind: Bind,
     /// Configuration of the protocol engine. A `receive_budget` of 0 stands for the capacity of the socket's receive buffer.
     pub config: Config,
     /// Whether a library thread answers peers while the application does not poll.
     pub has_thread: bool,
     /// Abstract Unix socket of this host's daemon, which gives shared memory to processes of one host. `None`: all packets take the
-    /// UDP socket.
+    /// network.
     pub meeting: Option<String>,
     /// Who runs the protocol: `process` (the default), `daemon`, the daemon of this host, or in a virtual machine `vm`, the daemon of the
     /// host below.
@@ -113,13 +150,14 @@ impl Default for Options {
         let meeting = Some(meeting).filter(|name| !name.is_empty());
         let set = |variable| std::env::var(variable).ok().filter(|value| !value.is_empty());
         let (attachment, seal) = (set(ATTACHMENT_VARIABLE), set(SEAL_VARIABLE));
-        Self { bind: (Ipv4Addr::UNSPECIFIED, 0).into(), config, has_thread: true, meeting, attachment, seal }
+        let bind = Bind::Udp((Ipv4Addr::UNSPECIFIED, 0).into());
+        Self { bind, config, has_thread: true, meeting, attachment, seal }
     }
 }
 
 struct Inner {
     engine: Engine,
-    socket: Socket,
+    wire: Wire,
     /// The packet that is being sent.
     packet: Departure,
     local: Local,
@@ -135,20 +173,41 @@ impl Inner {
         match address {
             _ if self.engine.is_local(address) => Attachment::SameHost,
             _ if self.seal.is_sealed(address) => Attachment::Sealed,
-            _ => Attachment::Udp,
+            _ => match self.wire {
+                Wire::Udp(_) => Attachment::Udp,
+                Wire::Ethernet(_) => Attachment::Ethernet,
+            },
         }
     }
 
     /// Has peers with a new session greeted at once, and leaves room for what sealing adds to packets.
     fn settle_sessions(&mut self) {
         while let Some(address) = self.seal.next_ready() {
-            let datagram = datagram_to(address).unwrap_or(self.engine.config().datagram_max);
+            let Ok(datagram) = self.wire.packet_to(address, self.engine.config().datagram_max) else {
+                continue;
+            };
             self.engine.limit_datagram(address, datagram - OVERHEAD);
             self.engine.greet_again(address);
         }
         while let Some(note) = self.seal.next_note() {
             eprintln!("vnet-rdma: {note}");
         }
+    }
+
+    /// Waits until the daemon has said whether packets may leave in frames that nobody seals. Over UDP that is decided for each peer.
+    fn await_permission(&mut self, bind: &Bind, start: Instant) -> Result<(), Error> {
+        while start.elapsed() < PERMISSION {
+            let now = start.elapsed().as_nanos() as u64;
+            match self.seal.permission(now) {
+                Permission::Given => return Ok(()),
+                Permission::Refused => return Err(Error::NotSealed(bind.device())),
+                Permission::Awaited => {}
+            }
+            self.local.ask(&mut self.seal);
+            wait_readable(&[self.local.inbox()], Some(1_000_000));
+            self.local.tend(&mut self.engine, &mut self.seal, now);
+        }
+        Err(Error::Unpermitted(bind.device()))
     }
 
     fn notice(&mut self, endpoint: u16) -> Option<&mut Notice> {
@@ -196,6 +255,7 @@ struct Shared {
     /// Time at which the library thread wakes by itself, or 0 if that is within `LOOK`. It grows only under the lock of `inner`.
     attends_at: AtomicU64,
     address: SocketAddr,
+    bind: Bind,
 }
 
 impl Shared {
@@ -210,14 +270,16 @@ impl Shared {
         let mut arrived = self.receive_local(inner, now);
         let receives = if inner.local.is_socket_turn(now) { RECEIVES_MAX } else { 0 };
         for _ in 0..receives {
-            let Some(mut received) = inner.socket.receive() else { break };
-            arrived = true;
-            let (from, congestion) = (received.from, received.congestion);
-            for packet in segments_mut(&mut received) {
-                if let Some(packet) = inner.seal.arrive(now, from, packet) {
-                    inner.engine.receive(now, from, packet, congestion);
+            let Inner { engine, wire, seal, .. } = inner;
+            let found = wire.receive(|Arrival { from, packet, congestion }| {
+                if let Some(packet) = seal.arrive(now, from, packet) {
+                    engine.receive(now, from, packet, congestion);
                 }
+            });
+            if !found {
+                break;
             }
+            arrived = true;
             if own.is_some_and(|own| inner.engine.waiting(own) > 0) {
                 break;
             }
@@ -254,21 +316,21 @@ impl Shared {
 
     fn send_at(&self, inner: &mut Inner, now: u64) {
         let mut sent = false;
-        let Inner { engine, socket, local, seal, packet, .. } = inner;
+        let Inner { engine, wire, local, seal, packet, .. } = inner;
         while engine.depart_into(now, packet) {
             sent = true;
             if local.send(engine, packet) {
                 continue;
             }
             match seal.depart(now, packet.to, packet.header.as_bytes(), packet.payload) {
-                Way::Clear => socket.send(packet),
-                Way::Sealed(session) => socket.send_sealed(packet, session),
+                Way::Clear => wire.send(packet),
+                Way::Sealed(session) => wire.send_sealed(packet, session),
                 Way::Held => {}
             }
         }
-        inner.socket.flush();
+        inner.wire.flush();
         while let Some((to, packet)) = inner.seal.next_packet() {
-            inner.socket.send_alone(to, &packet);
+            inner.wire.send_alone(to, &packet);
         }
         inner.local.ask(&mut inner.seal);
         if sent {
@@ -336,7 +398,7 @@ impl Shared {
     }
 }
 
-/// A process on the network: a UDP socket, the protocol's engine, and endpoints.
+/// A process on the network: a UDP or packet socket, the protocol's engine, and endpoints.
 pub struct Node {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
@@ -345,34 +407,44 @@ pub struct Node {
 impl Node {
     /// Opens a node: binds its socket and starts its library thread if requested.
     pub fn open(options: &Options) -> Result<Self, Error> {
-        let refused = |error| Error::Socket(options.bind, error);
-        let socket = Socket::bind(options.bind).map_err(refused)?;
-        let address = socket.address().map_err(refused)?;
+        let refused = |error| Error::socket(&options.bind, error);
+        let wire = Wire::bind(&options.bind)?;
+        let address = wire.address().map_err(refused)?;
         let mut config = options.config.clone();
         if config.receive_budget == 0 {
-            config.receive_budget = socket.receive_room().clamp(64 << 10, 4 << 20);
+            config.receive_budget = wire.receive_room().clamp(64 << 10, 4 << 20);
+        }
+        if let Some(most) = wire.packet_max() {
+            (config.datagram_max, config.has_fragments) = (config.datagram_max.min(most), false);
         }
         let is_off = match options.seal.as_deref() {
             None | Some("auto") => false,
             Some("off") => true,
             Some(other) => return Err(Error::Seal(other.into())),
         };
-        let mut seal = Sealing::new(address, is_off, random().map_err(refused)?);
-        let local = Local::new(options.meeting.clone(), socket.as_fd(), &mut seal).map_err(refused)?;
+        let seed = random().map_err(refused)?;
+        let mut seal = match wire {
+            Wire::Udp(_) => Sealing::new(address, is_off, seed),
+            Wire::Ethernet(_) => Sealing::of_frames(address, is_off, seed),
+        };
+        let local = Local::new(options.meeting.clone(), wire.as_fd(), &mut seal).map_err(refused)?;
         let epoch = SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |since| since.as_nanos() as u64);
         let engine = Engine::new(config, epoch, random().map_err(refused)?);
         let packet = Departure::empty();
-        let inner = Inner { engine, socket, packet, local, seal, kept: vec![], notices: vec![] };
+        let mut inner = Inner { engine, wire, packet, local, seal, kept: vec![], notices: vec![] };
+        let start = Instant::now();
+        inner.await_permission(&options.bind, start)?;
         let shared = Arc::new(Shared {
             descriptor: inner.local.inbox(),
             inner: Mutex::new(inner),
-            start: Instant::now(),
+            start,
             polled: AtomicU64::new(0),
             sleeping: AtomicU32::new(0),
             is_closing: AtomicBool::new(false),
             wake: Event::new().map_err(refused)?,
             attends_at: AtomicU64::new(0),
             address,
+            bind: options.bind.clone(),
         });
         let thread = options.has_thread.then(|| {
             let shared = Arc::clone(&shared);
@@ -436,16 +508,8 @@ impl Drop for Node {
     }
 }
 
-/// Parses the name of an endpoint, `HOST:PORT/ENDPOINT`, where HOST is an address or a name that the system resolves.
-pub fn resolve(name: &str) -> Result<Peer, Error> {
-    let wrong = |why: String| Error::Name(name.into(), why);
-    let (host, endpoint) = name.rsplit_once('/').ok_or_else(|| wrong("no '/'".into()))?;
-    let endpoint = endpoint.parse().map_err(|_| wrong(format!("'{endpoint}' is no number below 1024")))?;
-    let mut addresses = host.to_socket_addrs().map_err(|error| wrong(error.to_string()))?;
-    let address = addresses.next().ok_or_else(|| wrong("the host has no address".into()))?;
-    Ok(Peer { address, endpoint })
-}
-
+#[cfg(test)]
+mod ether_tests;
 #[cfg(test)]
 mod sealed_tests;
 #[cfg(test)]

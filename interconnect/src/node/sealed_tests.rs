@@ -5,11 +5,11 @@ use super::*;
 use crate::meeting::{
     Host, KEY, KeyRequest, Keys, Place, Question, Reach, Role, Sealer, Stopper, Token, listen,
 };
-use crate::proto::{Kind, Status};
+use crate::proto::{Kind, Peer, Status};
 use crate::{Endpoint, Node, Region};
 
 /// A host's daemon, in a thread.
-struct Daemon(Stopper, Option<JoinHandle<()>>);
+pub(super) struct Daemon(Stopper, Option<JoinHandle<()>>);
 
 /// All peers are behind one sealed link.
 struct Behind(Reach);
@@ -32,7 +32,7 @@ impl Sealer for Behind {
 }
 
 impl Daemon {
-    fn start(name: &str, reach: Reach) -> Self {
+    pub(super) fn start(name: &str, reach: Reach) -> Self {
         let mut host = Host::new().unwrap();
         let mut listener = Some(listen(name).unwrap());
         host.set_places(&[Place { id: (1, 1), networks: vec![1] }], |_| listener.take());

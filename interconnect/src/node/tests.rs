@@ -5,20 +5,20 @@ use std::thread::JoinHandle;
 
 use super::*;
 use crate::meeting::{Host, Place, Stopper, listen};
-use crate::proto::{Access, Completion, Kind, Match, Receive, Status};
+use crate::proto::{Access, Completion, Kind, Match, Peer, Receive, Status};
 use crate::{Endpoint, Node, Region};
 
 pub(super) const BOTH: Access = Access { read: true, write: true };
 pub(super) const LEN: usize = 3 << 20;
 
 /// A daemon in a thread.
-struct Daemon {
+pub(super) struct Daemon {
     stopper: Stopper,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Daemon {
-    fn start(name: &str) -> Self {
+    pub(super) fn start(name: &str) -> Self {
         let mut host = Host::new().unwrap();
         // The name is free once a thread has closed the previous daemon's socket.
         let begin = Instant::now();
@@ -53,9 +53,9 @@ pub(super) fn unique() -> String {
     format!("vnet-test-node-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed))
 }
 
-fn node(meeting: &str) -> (Node, Endpoint, Peer) {
-    let bind = "127.0.0.1:0".parse().unwrap();
-    let options = Options { bind, meeting: Some(meeting.into()), ..Options::default() };
+fn node(bind: &str, meeting: Option<&str>) -> (Node, Endpoint, Peer) {
+    let bind = bind.parse().unwrap();
+    let options = Options { bind, meeting: meeting.map(Into::into), ..Options::default() };
     let node = Node::open(&options).unwrap();
     let endpoint = node.endpoint(Some(0)).unwrap();
     let peer = Peer { address: node.address(), endpoint: 0 };
@@ -73,22 +73,27 @@ pub(super) fn wait(endpoint: &Endpoint, kind: Kind) -> Completion {
 }
 
 /// Two nodes with memory.
-struct Two {
-    nodes: [Node; 2],
-    ends: [Endpoint; 2],
-    regions: [Region; 2],
-    peers: [Peer; 2],
+pub(super) struct Two {
+    pub(super) nodes: [Node; 2],
+    pub(super) ends: [Endpoint; 2],
+    pub(super) regions: [Region; 2],
+    pub(super) peers: [Peer; 2],
 }
 
 impl Two {
     fn new(meeting: &str) -> Self {
-        let ((a, a_end, a_peer), (b, b_end, b_peer)) = (node(meeting), node(meeting));
+        Self::at(["127.0.0.1:0"; 2], Some(meeting))
+    }
+
+    /// Nodes that are bound to these places.
+    pub(super) fn at(binds: [&str; 2], meeting: Option<&str>) -> Self {
+        let [(a, a_end, a_peer), (b, b_end, b_peer)] = binds.map(|bind| node(bind, meeting));
         let regions = [&a_end, &b_end].map(|end| Region::new(end, 2 * LEN, BOTH).unwrap());
         Self { nodes: [a, b], ends: [a_end, b_end], regions, peers: [a_peer, b_peer] }
     }
 
     /// A message of `len` bytes from the first to the second.
-    fn message(&self, len: usize, seed: u8) -> Status {
+    pub(super) fn message(&self, len: usize, seed: u8) -> Status {
         let bytes: Vec<u8> = (0..len).map(|place| (place * 13 + place / 255) as u8 ^ seed).collect();
         self.regions[0].fill(0, &bytes).unwrap();
         self.ends[1].receive(self.regions[1].span(LEN, LEN).unwrap(), 7).unwrap();
@@ -101,8 +106,24 @@ impl Two {
         wait(&self.ends[0], Kind::Send).status
     }
 
+    /// Writes `len` bytes into the second's memory, and reads them back.
+    pub(super) fn to_and_fro(&self, len: usize) {
+        let [local, remote] = &self.regions;
+        let (span, key) = (local.span(0, len).unwrap(), remote.key());
+        self.ends[0].write(self.peers[1], span, (key, 0), Some(5), 0).unwrap();
+        assert_eq!(wait(&self.ends[1], Kind::Arrival).len, len as u64);
+        assert_eq!(wait(&self.ends[0], Kind::Write).status, Status::Success);
+        let back = local.span(LEN, len).unwrap();
+        self.ends[0].read(self.peers[1], back, (key, 0), 0).unwrap();
+        assert_eq!(wait(&self.ends[0], Kind::Read).status, Status::Success);
+        let (mut sent, mut read) = (vec![0; len], vec![1; len]);
+        local.copy_to(0, &mut sent).unwrap();
+        local.copy_to(LEN, &mut read).unwrap();
+        assert!(sent == read, "{len} bytes to and fro");
+    }
+
     /// Exchanges messages until both nodes say that they use this way.
-    fn until(&self, attachment: Attachment) {
+    pub(super) fn until(&self, attachment: Attachment) {
         let begin = Instant::now();
         let is = |from: usize| self.ends[from].attachment(self.peers[1 - from]) == attachment;
         while !(is(0) && is(1)) {
@@ -123,21 +144,10 @@ fn nodes_of_one_host_use_a_ring_by_themselves() {
     for (seed, len) in [0, 1, 8, 1500, 16_384, 16_385, 65_507, 1 << 20, LEN].into_iter().enumerate() {
         assert_eq!(two.message(len, seed as u8), Status::Success);
     }
-    let [local, remote] = &two.regions;
     for len in [8, 16_385, LEN] {
-        let (span, key) = (local.span(0, len).unwrap(), remote.key());
-        two.ends[0].write(two.peers[1], span, (key, 0), Some(5), 0).unwrap();
-        assert_eq!(wait(&two.ends[1], Kind::Arrival).len, len as u64);
-        assert_eq!(wait(&two.ends[0], Kind::Write).status, Status::Success);
-        let back = local.span(LEN, len).unwrap();
-        two.ends[0].read(two.peers[1], back, (key, 0), 0).unwrap();
-        assert_eq!(wait(&two.ends[0], Kind::Read).status, Status::Success);
-        let (mut sent, mut read) = (vec![0; len], vec![1; len]);
-        local.copy_to(0, &mut sent).unwrap();
-        local.copy_to(LEN, &mut read).unwrap();
-        assert!(sent == read, "{len} bytes to and fro");
+        two.to_and_fro(len);
     }
-    let wrong = two.regions[0].span(0, 8).unwrap();
+    let (wrong, remote) = (two.regions[0].span(0, 8).unwrap(), &two.regions[1]);
     two.ends[0].write(two.peers[1], wrong, (remote.key() ^ 1, 0), None, 0).unwrap();
     assert_eq!(wait(&two.ends[0], Kind::Write).status, Status::BadKey);
     let after = packets_out(&two.nodes[0]);

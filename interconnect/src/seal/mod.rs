@@ -18,11 +18,14 @@
 //! there are no keys, packets are lost, and the protocol repeats them; each of them may repeat OPEN.
 //!
 //! On a host without a daemon, or whose links are all clear, packets are left as they are.
+//!
+//! Packets in raw Ethernet frames are never sealed: `permit.rs` decides whether they may leave.
 
 #[cfg(any(test, feature = "test-util"))]
 pub mod fuzz;
 mod handshake;
 mod peer;
+mod permit;
 mod session;
 pub mod wire;
 
@@ -35,6 +38,8 @@ use chacha20::rand_core::SeedableRng;
 use crate::meeting::{Message, Question, Reach, Role};
 use crate::proto::Span;
 use peer::{Known, Peer};
+use permit::Permit;
+pub(crate) use permit::{FRAMES_REFUSED, Permission};
 pub(crate) use session::Session;
 use session::Shut;
 use wire::Control;
@@ -106,6 +111,8 @@ enum Note {
     Refused(Reach),
     Silent,
     Wanted,
+    /// Raw Ethernet is refused.
+    Frames,
 }
 
 /// All sessions of a node.
@@ -121,6 +128,8 @@ pub(crate) struct Sealing {
     strikes: u32,
     random: ChaCha20Rng,
     own: SocketAddr,
+    /// Packets leave in raw Ethernet frames, which nobody seals.
+    permit: Option<Permit>,
     peers: HashMap<SocketAddr, Peer>,
     /// Requests for keys that the daemon has not answered.
     tickets: VecDeque<(u32, SocketAddr, Role)>,
@@ -155,6 +164,7 @@ impl Sealing {
             strikes: 0,
             random: ChaCha20Rng::from_seed(seed),
             own,
+            permit: None,
             peers: HashMap::new(),
             tickets: VecDeque::new(),
             ticket: 0,
@@ -173,6 +183,11 @@ impl Sealing {
         }
     }
 
+    /// The same for a node whose packets leave in raw Ethernet frames.
+    pub(crate) fn of_frames(own: SocketAddr, is_off: bool, seed: [u8; 32]) -> Self {
+        Self { permit: Some(Permit::default()), ..Self::new(own, is_off, seed) }
+    }
+
     pub(crate) fn counters(&self) -> SealCounters {
         self.counters
     }
@@ -188,13 +203,14 @@ impl Sealing {
             peer.ask_again();
             peer.forget_sessions();
         }
+        self.permit.iter_mut().for_each(Permit::ask_again);
     }
 
     /// The daemon has ended the connection. Sessions stay.
     pub(crate) fn disconnected(&mut self) {
         self.asks.clear();
         self.tickets.clear();
-        self.peers.values_mut().for_each(Peer::ask_again);
+        self.forget_questions();
         if std::mem::take(&mut self.unanswered) == 0 || self.has_answered {
             return;
         }
@@ -217,7 +233,13 @@ impl Sealing {
         self.asks.clear();
         self.tickets.clear();
         self.unanswered = 0;
+        self.forget_questions();
+    }
+
+    /// Nobody will answer what was asked.
+    fn forget_questions(&mut self) {
         self.peers.values_mut().for_each(Peer::ask_again);
+        self.permit.iter_mut().for_each(Permit::unheard);
     }
 
     /// Whether packets to a peer are sealed.
@@ -260,6 +282,9 @@ impl Sealing {
             || self.clear.is_some_and(|(address, until)| address == to && now < until)
         {
             return Way::Clear;
+        }
+        if self.permit.is_some() {
+            return self.depart_in_frame(now);
         }
         self.decide(now, to, packet, payload)
     }
@@ -315,6 +340,9 @@ impl Sealing {
         from: SocketAddr,
         packet: &'a mut [u8],
     ) -> Option<&'a mut [u8]> {
+        if self.permit.is_some() {
+            return if self.takes_from_frame(now) { Some(packet) } else { None };
+        }
         if !wire::is_sealing(packet) {
             return if self.has_sealed && self.refuses_clear(now, from) { None } else { Some(packet) };
         }
@@ -382,6 +410,9 @@ impl Sealing {
     /// The daemon says how a peer is reached.
     pub(crate) fn reached(&mut self, now: u64, address: SocketAddr, reach: Reach) {
         self.answered();
+        if self.permit.is_some() {
+            return self.permitted(now, reach);
+        }
         let Some(peer) = self.peers.get_mut(&address) else { return };
         peer.is_asked = false;
         self.learn(now, address, reach);
@@ -413,7 +444,7 @@ impl Sealing {
                     self.open(now, address);
                 }
             }
-            Reach::Stream | Reach::Router | Reach::Foreign | Reach::Several => {
+            Reach::Stream | Reach::Router | Reach::Foreign | Reach::Several | Reach::SomeSealed => {
                 self.end_clear_text(address, Known::Refused);
                 self.note(Note::Refused(reach), address);
             }
@@ -486,6 +517,7 @@ impl Sealing {
             Note::Wanted if self.is_off => {
                 format!("{peer} takes only sealed packets: unset VNET_RDMA_SEAL, or set it to off there, too")
             }
+            Note::Frames => format!("nothing is sent: {FRAMES_REFUSED}"),
             Note::Wanted => format!(
                 "{peer} takes only sealed packets, but this host's vnetd gives no keys: start it, or a newer one, and unset VNET_RDMA_MEETING"
             ),
@@ -496,5 +528,7 @@ impl Sealing {
     }
 }
 
+#[cfg(test)]
+mod permit_tests;
 #[cfg(test)]
 mod tests;

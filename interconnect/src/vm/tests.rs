@@ -153,7 +153,7 @@ fn what_the_daemon_says_reaches_the_application() {
     assert!(refused.contains("daemon_engine = true"), "{refused}");
     *machine.refusal.lock() = None;
     let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
-    let taken = failure(&Options { bind: socket.local_addr().unwrap(), ..machine.options() });
+    let taken = failure(&Options { bind: socket.local_addr().unwrap().into(), ..machine.options() });
     assert!(taken.contains("in use"), "{taken}");
     let absent = failure(&Options { meeting: Some("vnet-test-nobody".into()), ..machine.options() });
     assert!(absent.contains("is vnet-rdma-guest running"), "{absent}");

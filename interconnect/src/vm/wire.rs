@@ -5,8 +5,8 @@ use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use crate::daemon::MacAddress;
 use crate::meeting::{ADDRESS, Decline, Request, decode_address, encode_address};
 
-/// Ethertype of control frames ("local experimental 1").
-pub const ETHERTYPE: u16 = 0x88b5;
+/// Ethertype of control frames, which packets in raw Ethernet frames share.
+pub use crate::ether::frame::ETHERTYPE;
 /// Destination of the helper's frames: the daemon at the other end of the interface.
 pub const GROUP: MacAddress = [0x03, 0x76, 0x6e, 0x65, 0x74, 0x01];
 /// Source of the daemon's frames.

@@ -83,7 +83,9 @@ impl Engine {
         match (window, channel.local) {
             (Some(_), None) => {
                 channel.local = Some(channel.datagram);
-                channel.datagram = LOCAL_PACKET_MAX;
+                if self.config.has_fragments {
+                    channel.datagram = LOCAL_PACKET_MAX;
+                }
             }
             (None, Some(datagram)) => {
                 (channel.local, channel.datagram) = (None, datagram);

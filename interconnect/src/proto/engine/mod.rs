@@ -49,6 +49,9 @@ const SPARE_MAX: usize = 256;
 pub struct Config {
     /// Maximum size of sent datagrams in bytes, unless the application sets another limit for a peer.
     pub datagram_max: usize,
+    /// Whether the network takes longer packets, too, in fragments. Then packets through shared memory are longer: one that finds the memory full or
+    /// gone takes the network.
+    pub has_fragments: bool,
     /// Operations of up to this many bytes are pushed; the target pulls larger ones.
     pub eager_max: usize,
     /// Maximum number of bytes that all peers together are asked to send at once: the capacity of the socket's receive buffer.
@@ -71,6 +74,7 @@ impl Default for Config {
     fn default() -> Self {
         Self {
             datagram_max: 1472,
+            has_fragments: true,
             eager_max: 16 << 10,
             receive_budget: 1 << 20,
             dead_after_ns: 10_000_000_000,
