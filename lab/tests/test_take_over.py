@@ -325,6 +325,8 @@ STEPS = [
     ("last", "dies"),
     ("last", "hangs"),
     ("last", "nonsense"),
+    ("begins", "dies"),
+    ("begins", "hangs"),
 ]
 
 

@@ -4,6 +4,7 @@
 //!   bridge/D/I            UDP socket I of dispatcher D         kernel/lock, kernel/mount   the lock of the pinned objects' folder
 //!   vxlan/D               the VXLAN socket of dispatcher D     kernel/wire                 the wire's TAP
 //!   streams               the TCP listener of stream links     interface/NAME/KIND         queues and sockets of an interface, in order
+//!   sealed                the TCP listener for handshakes of sealed links
 //! ```
 //!
 //! Both processes hold the same open files, so frames wait in the kernel's queues while neither reads. Until the last step is done,
@@ -25,6 +26,9 @@ pub const KERNEL_MOUNT: &str = "kernel/mount";
 pub const WIRE: &str = "kernel/wire";
 /// Name of the listener of stream links.
 pub const STREAMS: &str = "streams";
+
+/// Name of the TCP listener for handshakes of sealed links.
+pub const SEALED: &str = "sealed";
 
 /// Name of socket `index` of dispatcher `dispatcher`.
 pub fn bridge(dispatcher: usize, index: usize) -> String {

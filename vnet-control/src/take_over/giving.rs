@@ -13,6 +13,8 @@ use vnet::dispatch::core::Still;
 use vnet::frame::Batch;
 use vnet::inherit;
 use vnet::interface::Handed;
+use vnet::link::sealed::keeper::Keeper;
+use vnet::link::succession::SealedBytes;
 
 /// What is handed over first. Until it is dropped, no front end of a guest changes anything.
 pub struct Given<'a> {
@@ -30,10 +32,8 @@ impl Engine {
     /// # Errors
     /// Why this host cannot be taken over, in one line.
     pub fn estate(&self) -> Result<Given<'_>, String> {
-        if self.identity().is_some() {
-            return Err("keys of sealed links cannot be handed over: restart vnetd instead".into());
-        }
         let mut descriptors = self.core.descriptors()?;
+        descriptors.extend(self.sealing_descriptor()?);
         let (mut guests, mut turns, mut quiets) = (BTreeMap::new(), vec![], vec![]);
         for (name, live) in &self.interfaces {
             let failed = |why: String| format!("interface {name}: {why}; restart vnetd instead");
@@ -60,9 +60,33 @@ impl Engine {
         Ok(Given { estate, descriptors, _turns: turns, _quiet: quiets })
     }
 
-    /// Has all dispatchers stand still until the result is dropped; `None` if one of them does not in time.
+    /// The listener for handshakes of sealed links, if this host has an identity.
+    fn sealing_descriptor(&self) -> Result<Option<(String, OwnedFd)>, String> {
+        let Some(keeper) = &self.keeper else { return Ok(None) };
+        if self.current.bridge.spec.meetings > 0 {
+            return Err(
+                "the hosts that meet here would lose each other (meetings): restart vnetd instead".into()
+            );
+        }
+        let relayed = self.current.links.iter().find(|item| item.spec.security.via.is_some());
+        if let Some(Item { spec, .. }) = relayed {
+            let name = &spec.name;
+            return Err(format!(
+                "link {name}: its path by a rendezvous cannot be handed over; restart vnetd instead"
+            ));
+        }
+        let listener =
+            keeper.descriptor().map_err(|error| format!("cannot duplicate a descriptor: {error}"))?;
+        Ok(Some((inherit::SEALED.into(), listener)))
+    }
+
+    /// Has all dispatchers stand still until the result is dropped, and sealed links until [`Engine::reclaim`]; `None` if a dispatcher does
+    /// not in time.
     pub fn stand_still(&self) -> Option<Still<'_>> {
-        self.core.stand_still()
+        let still = self.core.stand_still()?;
+        self.keeper.iter().for_each(Keeper::rest);
+        self.links.values().for_each(|live| live.link.begin_hand_over());
+        Some(still)
     }
 
     /// The last state, while all stands still.
@@ -81,6 +105,22 @@ impl Engine {
             sightings: self.core.learned().sightings(self.core.now_ms()),
             learned: self.core.learned().stats(),
             flows,
+        }
+    }
+
+    /// The sealed links with their keys, while all stands still.
+    pub fn sealed_states(&self) -> Vec<SealedBytes> {
+        let now_ms = self.core.now_ms();
+        self.links.values().filter_map(|live| live.link.hand_over(now_ms)).collect()
+    }
+
+    /// Uses the sealed links again, after a take-over that failed and while all still stands still. `used`: the new vnetd may have used the
+    /// keys, which are therefore replaced.
+    pub fn reclaim(&self, used: bool) {
+        self.links.values().for_each(|live| live.link.reclaim(used));
+        self.keeper.iter().for_each(Keeper::go_on);
+        if used && self.keeper.is_some() {
+            tracing::warn!("sealed links get new keys, because the other vnetd may have used the old ones");
         }
     }
 

@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 use vnet::frame::PortId;
 use vnet::inherit::GuestState;
 use vnet::kernel::Counted;
+use vnet::link::succession::SealedState;
 use vnet::route::{LearnedStats, Sighting};
 
 use crate::api::Counters;
@@ -71,6 +72,9 @@ pub struct Last {
     /// What has been counted of the kernel's flows.
     pub flows: Vec<Counted>,
 }
+
+/// The last state, and the sealed links with their keys, which never become text.
+pub type LastState = (Last, Vec<SealedState>);
 
 #[cfg(test)]
 mod tests {
