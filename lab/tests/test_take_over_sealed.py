@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from checks import assert_balanced, link, pinging, port, reaches, settled, wait_for_path, wait_for_state
+from checks import assert_balanced, link, pinging, reaches, wait_for_path, wait_for_state
 from conftest import PROGRAMS, MakeLab
 from rdma_perf import measured
 from sealed_links import hang_up, underlay_capture
-from take_overs import take_over
+from take_overs import assert_none_lost_between, both, counters, peer, take_over
 
 from vnetlab import daemon, machine, process
 from vnetlab.run import wait_until
@@ -28,8 +28,6 @@ from vnetlab.topology import Node, Topology
 
 TAKE_OVERS = int(os.environ.get("VNET_TEST_TAKE_OVERS", "4"))
 HALF = PROGRAMS / "half_heir.py"
-LOSSES = ("wrong_epoch", "forged", "replayed", "seal_required", "truncated", "bad_header", "bad_version")
-"""Reasons for which a sealed link discards a datagram."""
 
 
 @pytest.fixture(scope="module")
@@ -40,44 +38,6 @@ def topology(make_lab: MakeLab) -> Topology:
         wait_for_state(host, "up")
     wait_for_path(topology.find("h1c1"), topology.find("h2c1").address)
     return topology
-
-
-def peer(topology: Topology, host: Node) -> Node:
-    return next(other for other in topology.hosts if other != host)
-
-
-def counters(topology: Topology, host: Node) -> dict:
-    """The counters of a host's link, once nothing moves."""
-    return port(settled(host), "link", peer(topology, host).name)
-
-
-def both(topology: Topology) -> dict[str, dict]:
-    """The counters of the hosts' links, while no frame passes from one to the other."""
-    found: dict[str, dict] = {}
-
-    def still() -> bool:
-        nonlocal found
-        before, found = found, {host.name: counters(topology, host) for host in topology.hosts}
-        keys = ("in_frames", "out_frames")
-        return bool(before) and all(before[name][key] == found[name][key] for name in found for key in keys)
-
-    wait_until("no frame to pass", still, 20)
-    return found
-
-
-def assert_none_lost_between(topology: Topology, before: dict[str, dict]) -> None:
-    """Every frame that one host's link has sent since `before` has arrived at the other's, and none was refused."""
-    after = both(topology)
-
-    def grown(host: Node, key: str) -> int:
-        return after[host.name][key] - before[host.name][key]
-
-    for host in topology.hosts:
-        other = peer(topology, host)
-        assert grown(host, "out_frames") == grown(other, "in_frames") > 100, f"from {host.name} to {other.name}"
-        assert after[host.name]["drops"] == before[host.name]["drops"]
-        discards = {reason: after[host.name]["discards"][reason] for reason in LOSSES}
-        assert discards == {reason: before[host.name]["discards"][reason] for reason in LOSSES}
 
 
 def logged(host: Node) -> str:

@@ -1,6 +1,7 @@
 //! The running vnetd's part: what it hands over, and what it does if the new one fails.
 
 use std::collections::BTreeMap;
+use std::io;
 use std::os::fd::OwnedFd;
 
 use parking_lot::MutexGuard;
@@ -8,10 +9,11 @@ use parking_lot::MutexGuard;
 use super::state::{Estate, Last, Positions};
 use crate::desired::*;
 use crate::engine::Engine;
+use crate::open_close::LiveInterface;
 use crate::settings;
 use vnet::dispatch::core::Still;
 use vnet::frame::Batch;
-use vnet::inherit;
+use vnet::inherit::{self, PortState};
 use vnet::interface::Handed;
 use vnet::link::sealed::keeper::Keeper;
 use vnet::link::succession::SealedBytes;
@@ -34,15 +36,21 @@ impl Engine {
     pub fn estate(&self) -> Result<Given<'_>, String> {
         let mut descriptors = self.core.descriptors()?;
         descriptors.extend(self.sealing_descriptor()?);
-        let (mut guests, mut turns, mut quiets) = (BTreeMap::new(), vec![], vec![]);
+        let (mut guests, mut ports) = (BTreeMap::new(), BTreeMap::new());
+        let (mut turns, mut quiets) = (vec![], vec![]);
         for (name, live) in &self.interfaces {
             let failed = |why: String| format!("interface {name}: {why}; restart vnetd instead");
-            if live.direct.is_some() || self.direct.lock().has(name) {
-                return Err(failed("its own underlay port cannot be handed over".into()));
-            }
             let Handed { files, guest, turn, quiet } = live.interface.hand_over().map_err(failed)?;
             let named = files.into_iter().map(|(kind, file)| (inherit::interface(name, kind), file));
             descriptors.extend(named);
+            let (states, sockets) = self
+                .direct_ports(name, live)
+                .map_err(|error| failed(format!("cannot duplicate a descriptor: {error}")))?;
+            if !states.is_empty() {
+                ports.insert(name.clone(), states);
+            }
+            let socket = |socket| (inherit::interface(name, inherit::DIRECT), socket);
+            descriptors.extend(sockets.into_iter().map(socket));
             guests.extend(guest.map(|guest| (name.clone(), guest)));
             turns.extend(turn);
             quiets.extend(quiet);
@@ -52,12 +60,25 @@ impl Engine {
             interfaces: self.interfaces.iter().map(|(name, live)| (name.clone(), live.port)).collect(),
             links: self.links.iter().map(|(name, live)| (name.clone(), live.port)).collect(),
             guests,
+            ports,
             routes: self.own.routes.iter().map(index).collect(),
             next_route: self.next_route,
             indices: self.indices.assigned(),
         };
         let estate = Estate { settings: settings::save(&self.own), positions };
         Ok(Given { estate, descriptors, _turns: turns, _quiet: quiets })
+    }
+
+    /// The direct ports of an interface, and their sockets in the same order.
+    fn direct_ports(&self, name: &str, live: &LiveInterface) -> io::Result<(Vec<PortState>, Vec<OwnedFd>)> {
+        let mut all = self.direct.lock().hand_over(name)?;
+        let specs = self.current.interfaces.iter().map(|item| &item.spec);
+        let wanted = specs.filter(|spec| spec.name == name).find_map(|spec| spec.attachment.direct());
+        if let (Some(socket), Some(wanted)) = (&live.direct, wanted) {
+            let (socket, peer) = socket.hand_over()?;
+            all.push((PortState { link: wanted.link.clone(), negotiated: false, peer }, socket));
+        }
+        Ok(all.into_iter().unzip())
     }
 
     /// The listener for handshakes of sealed links, if this host has an identity.

@@ -42,6 +42,10 @@ impl Taking {
             return Err(Problem::new(&Place::default(), text).into());
         }
         inheritance.add_guests(std::mem::take(&mut positions.guests));
+        inheritance.add_ports(std::mem::take(&mut positions.ports)).map_err(|name| {
+            let text = format!("the running vnetd does not hand over all direct ports of interface {name}");
+            Problem::new(&Place::default(), text)
+        })?;
         Ok(Taking { desired, positions, inheritance })
     }
 }

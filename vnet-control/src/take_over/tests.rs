@@ -191,14 +191,45 @@ fn meetings_and_relayed_links_cannot_be_handed_over() {
     engine.stop();
 }
 
+/// A host whose interface vm2 has a configured direct port of this number, and vm1 one that each link negotiates.
+fn with_direct_ports(folder: &Path, port: u16) -> Desired {
+    let own = format!("DIR/vm2\"\nmac = \"52:54:00:00:00:02\"\ndirect_port = {port}\ndirect_link = \"h2\"");
+    let text = TEXT.replace("DIR/vm2\"", &own).replace("name = \"h2\"", "name = \"h2\"\nnetworks = [1]");
+    let text = text.replace("DIR/vm1\"", "DIR/vm1\"\nmac = \"52:54:00:00:00:01\"\ndirect = true");
+    parse("f", &text.replace("DIR", folder.to_str().unwrap())).unwrap().desired
+}
+
+/// Numbers of an interface's direct ports, negotiated and configured.
+fn direct_ports(engine: &Engine) -> (Vec<u16>, Option<u16>) {
+    let negotiated = engine.interfaces().into_iter().flat_map(|interface| interface.direct_ports);
+    let configured = &engine.interfaces["vm2"].direct;
+    (negotiated.map(|port| port.port).collect(), configured.as_ref().map(|port| port.local_addr().port()))
+}
+
 #[test]
-fn what_cannot_be_handed_over_is_said() {
+fn direct_ports_go_on_with_their_sockets() {
     let folder = tempfile::tempdir().unwrap();
-    let own = "DIR/vm2\"\nmac = \"52:54:00:00:00:02\"\ndirect_port = 39555\ndirect_link = \"h2\"";
-    let text = TEXT.replace("DIR/vm2\"", own).replace("name = \"h2\"", "name = \"h2\"\nnetworks = [1]");
-    let text = text.replace("DIR", folder.path().to_str().unwrap());
-    let engine = Engine::start(parse("f", &text).unwrap().desired).unwrap();
-    let why = engine.estate().err().unwrap();
-    assert_eq!(why, "interface vm2: its own underlay port cannot be handed over; restart vnetd instead");
-    engine.stop();
+    let free = std::net::UdpSocket::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let engine = Engine::start(with_direct_ports(folder.path(), free)).unwrap();
+    let before = direct_ports(&engine);
+    assert_eq!((before.0.len(), before.1), (2, Some(free)));
+    let lost = |given: &mut Given<'_>| given.descriptors.retain(|(name, _)| name != "interface/vm1/direct");
+    let why = take_over(&engine, lost).err().expect("it fails").to_string();
+    assert!(why.contains("does not hand over all direct ports of interface vm1"), "{why}");
+    let lost = |given: &mut Given<'_>| {
+        given.descriptors.retain(|(name, _)| name != "interface/vm2/direct");
+        given.estate.positions.ports.remove("vm2");
+    };
+    let why = take_over(&engine, lost).err().expect("it fails").to_string();
+    assert!(why.contains("its own underlay port was not handed over"), "{why}");
+    let mut heir = take_over(&engine, |_| {}).unwrap();
+    assert_eq!(direct_ports(&heir), before);
+    std::mem::forget(engine);
+    heir.settle();
+    // They go on with the next one, too.
+    let mut next = take_over(&heir, |_| {}).unwrap();
+    assert_eq!(direct_ports(&next), before);
+    std::mem::forget(heir);
+    next.settle();
+    next.stop();
 }

@@ -28,7 +28,7 @@
 //!
 //! ```text
 //!   version 1 | length of the name 2, name | next number 8 | ms since the peer was heard, or all ones 8 | round trip us 4 | flags 1
-//!   family of the peer's address 1: 0 none, 4 or 6 | address 4 or 16, port 2 | number of sessions 1
+//!   family of the peer's address 1: 0 none, 4 or 6 | address 4 or 16, port 2, for family 6 scope 4 | number of sessions 1
 //!   each session, oldest first:
 //!     epoch 1 | stage 1: 0 pending, 1 current, 2 retired | role 1: 0 initiator, 1 responder | first number 8 | age ms 8
 //!     ms since it retired 8 | exported keys 72 | 0 or 1: application secret 1, secret 32 | replay window 513 * 8
@@ -37,7 +37,7 @@
 //!
 //! It holds secrets: it is kept in memory that is zeroed when it is dropped, and is never logged.
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::{SocketAddr, SocketAddrV6};
 use std::time::{Duration, Instant};
 
 use rustls::pki_types::CertificateDer;
@@ -153,17 +153,18 @@ impl Link {
 }
 
 fn write_address(remote: Option<SocketAddr>, out: &mut Vec<u8>) {
-    match remote.map(|remote| (remote.ip(), remote.port())) {
+    match remote {
         None => out.push(0),
-        Some((IpAddr::V4(ip), port)) => {
+        Some(SocketAddr::V4(at)) => {
             out.push(4);
-            out.extend_from_slice(&ip.octets());
-            out.extend_from_slice(&port.to_le_bytes());
+            out.extend_from_slice(&at.ip().octets());
+            out.extend_from_slice(&at.port().to_le_bytes());
         }
-        Some((IpAddr::V6(ip), port)) => {
+        Some(SocketAddr::V6(at)) => {
             out.push(6);
-            out.extend_from_slice(&ip.octets());
-            out.extend_from_slice(&port.to_le_bytes());
+            out.extend_from_slice(&at.ip().octets());
+            out.extend_from_slice(&at.port().to_le_bytes());
+            out.extend_from_slice(&at.scope_id().to_le_bytes());
         }
     }
 }
@@ -232,13 +233,15 @@ impl SealedState {
 }
 
 fn read_address(from: &mut Reader<'_>) -> Result<Option<SocketAddr>, SuccessionError> {
-    let ip: IpAddr = match from.u8()? {
-        0 => return Ok(None),
-        4 => from.array::<4>()?.into(),
-        6 => from.array::<16>()?.into(),
-        _ => return Err(SuccessionError("an address of an unknown family")),
-    };
-    Ok(Some(normalised(SocketAddr::new(ip, from.u16()?))))
+    match from.u8()? {
+        0 => Ok(None),
+        4 => Ok(Some(SocketAddr::new(from.array::<4>()?.into(), from.u16()?))),
+        6 => {
+            let (ip, port, scope) = (from.array::<16>()?.into(), from.u16()?, from.u32()?);
+            Ok(Some(normalised(SocketAddrV6::new(ip, port, 0, scope).into())))
+        }
+        _ => Err(SuccessionError("an address of an unknown family")),
+    }
 }
 
 fn read_sessions(from: &mut Reader<'_>) -> Result<Vec<Session>, SuccessionError> {

@@ -199,6 +199,15 @@ fn sessions_of_all_stages_go_on() {
 }
 
 #[test]
+fn addresses_of_all_families_go_on() {
+    for address in ["192.0.2.7:9000", "[2001:db8::7]:9001", "[fe80::7%3]:9000"] {
+        let [near, _far] = pair();
+        near.native().unwrap().place.move_to(address.parse().unwrap());
+        assert_eq!(succeed(&near).remote(), address.parse().ok());
+    }
+}
+
+#[test]
 fn a_link_without_keys_goes_on_without() {
     let bare = link();
     let heir = succeed(&bare);
