@@ -5,14 +5,13 @@ VNET_TEST_TAKE_OVERS=100 runs the long test.
 
 import os
 import time
-from pathlib import Path
 
 import pytest
 from checks import assert_balanced, pinging, reaches, wait_for_path
 from conftest import MakeLab
+from take_overs import take_over
 
-from vnetlab import daemon, machine, process
-from vnetlab.run import wait_until
+from vnetlab import machine
 from vnetlab.topology import Node, Topology
 
 TAKE_OVERS = int(os.environ.get("VNET_TEST_TAKE_OVERS", "4"))
@@ -21,30 +20,6 @@ TAKE_OVERS = int(os.environ.get("VNET_TEST_TAKE_OVERS", "4"))
 @pytest.fixture(scope="module")
 def topology(make_lab: MakeLab) -> Topology:
     return make_lab()
-
-
-def take_over(topology: Topology, host: Node) -> None:
-    """A new vnetd takes over from a host's."""
-    old, log = process.find(host.file(".pid")), host.file(".log")
-    assert old
-    begin = len(log.read_text())
-    command = ["ip", "netns", "exec", host.namespace, str(daemon.binaries() / "vnetd"), "--take-over"]
-    command += ["--config", str(host.file(".toml"))]
-    state = {"STATE_DIRECTORY": str(topology.state / "state")}
-    process.start(command, host.file(".pid"), log, state)
-
-    def done() -> bool:
-        assert process.find(host.file(".pid")), log.read_text()[begin:]
-        return "has taken over from process" in log.read_text()[begin:]
-
-    wait_until("the new vnetd to take over", done, 20, log)
-
-    def ended() -> bool:
-        stat = Path(f"/proc/{old}/stat")
-        return not stat.exists() or stat.read_text().rpartition(") ")[2].startswith("Z")
-
-    wait_until("the old vnetd to end", ended, 10, log)
-    wait_until("the new vnetd to be ready", lambda: " ready: " in log.read_text()[begin:], 20, log)
 
 
 def test_no_frame_of_a_guest_is_lost(topology: Topology):

@@ -142,8 +142,7 @@ impl Engine {
         // Before frames flow: a local network discards frames to addresses that it does not know.
         self.announce_addresses();
         self.publish();
-        let links: Vec<_> = self.links.values().map(|live| live.link.clone()).collect();
-        self.keeper.iter().for_each(|keeper| keeper.set_links(&links));
+        self.keep_sealed_links();
         for live in gone {
             live.interface.stop();
             self.retire(&live.stats);

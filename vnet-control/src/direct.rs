@@ -4,13 +4,16 @@
 //! (`vnet/src/link/native/direct_ports.rs`). Before a port is closed, its link tells the other host.
 
 use std::collections::{BTreeMap, HashMap};
+use std::io;
 use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, Weak};
 
 use vnet::dispatch::core::Core;
 use vnet::dispatch::in_place::UnderlayPort;
 use vnet::dispatch::setup::Feeder;
 use vnet::frame::PortId;
+use vnet::inherit::PortState;
 use vnet::interface::{Interface, State};
 use vnet::link::{DIRECT_MAX, DirectOffer, DirectPort, DirectState, Link};
 
@@ -70,9 +73,14 @@ pub(super) struct DirectPorts {
 }
 
 impl DirectPorts {
-    /// True if an interface has a port.
-    pub fn has(&self, interface: &str) -> bool {
-        self.ports.keys().any(|(name, _)| name == interface)
+    /// The ports of an interface with their sockets, for the next vnetd.
+    pub fn hand_over(&self, interface: &str) -> io::Result<Vec<(PortState, OwnedFd)>> {
+        let own = self.ports.iter().filter(|((name, _), _)| name == interface);
+        own.map(|((_, link), port)| {
+            let (socket, peer) = port.socket.hand_over()?;
+            Ok((PortState { link: link.clone(), negotiated: true, peer }, socket))
+        })
+        .collect()
     }
 
     /// Opens and closes ports as `desired` wants, and has links announce them. Returns the sources of their frames.
@@ -161,7 +169,8 @@ impl DirectPorts {
     }
 }
 
-/// The port of an interface for a link: the `known` one, if both are the same as before, else a new one.
+/// The port of an interface for a link: the `known` one, if both are the same as before, else that of a vnetd that is taken over, or a
+/// new one.
 fn port(
     around: Around<'_>,
     (spec, live): (&InterfaceSpec, &LiveInterface),
@@ -179,8 +188,17 @@ fn port(
     if let Some(known) = known.filter(is_same) {
         return Ok(known);
     }
-    let listen = SocketAddr::new(around.core.bridge_address().ip(), 0);
-    let socket = UnderlayPort::bind(listen, !to.link.needs_seal()).map_err(|error| error.to_string())?;
+    let in_place = !to.link.needs_seal();
+    let handed = around.core.inheritance().and_then(|from| from.port(&spec.name, to.link.name(), true));
+    let socket = match handed {
+        Some((socket, peer)) => {
+            UnderlayPort::inherit(socket, peer, in_place).map_err(|error| error.to_string())
+        }
+        None => {
+            let listen = SocketAddr::new(around.core.bridge_address().ip(), 0);
+            UnderlayPort::bind(listen, in_place).map_err(|error| error.to_string())
+        }
+    }?;
     let at = DirectPort { network, mac, port: socket.local_addr().port() };
     Ok(Port { guest: Arc::downgrade(&live.interface), link: to.link.clone(), at, socket })
 }

@@ -20,7 +20,7 @@ use super::open_close::{LiveInterface, LiveLink, close_all};
 use super::overlay::Computed;
 use super::plan;
 use super::table::Problem;
-use super::take_over::{Last, Positions};
+use super::take_over::{LastState, Positions};
 use parking_lot::Mutex;
 use vnet::dispatch::core::{Core, CoreError, CoreOptions};
 use vnet::dispatch::observers::Observers;
@@ -185,14 +185,22 @@ pub struct Engine {
     pub(super) bell: Option<Bell>,
     /// Where a running vnetd has its objects, until this one goes on in its place.
     pub(super) positions: Positions,
-    /// Has the running vnetd stand still, and gets its last state.
+    /// The last steps of a take-over.
     pub(super) eve: Option<Eve>,
     /// The last state, until interfaces and links go on with it.
-    pub(super) last: Option<Last>,
+    pub(super) last: Option<LastState>,
 }
 
 /// Called once, when all is open that a running vnetd hands over.
-pub(super) type Eve = Box<dyn FnOnce() -> Result<Last, EngineError> + Send>;
+pub(super) struct Eve {
+    /// Has the running vnetd stand still, and gets its last state.
+    pub last: Step<LastState>,
+    /// Tells it that this one begins.
+    pub begins: Step<()>,
+}
+
+/// A step of a take-over.
+pub(super) type Step<T> = Box<dyn FnOnce() -> Result<T, EngineError> + Send>;
 
 impl Engine {
     /// Starts a core without interfaces, links and routes, with what a running vnetd hands over.
@@ -419,6 +427,12 @@ impl Engine {
         }
     }
 
+    /// Has the keeper maintain the sealed links of the current state.
+    pub(super) fn keep_sealed_links(&self) {
+        let links: Vec<_> = self.links.values().map(|live| live.link.clone()).collect();
+        self.keeper.iter().for_each(|keeper| keeper.set_links(&links));
+    }
+
     fn around(&self) -> Around<'_> {
         Around { core: &self.core, interfaces: &self.interfaces, links: &self.links }
     }
@@ -474,6 +488,7 @@ fn keeper(desired: &Desired, core: &Core) -> Result<Option<Keeper>, EngineError>
         rekey: Duration::from_secs(desired.bridge.spec.rekey_s.into()),
         courier: Box::new(core.courier().clone()),
         relay: relay.map(|relay| Arc::new(relay) as Arc<dyn GuestService>),
+        inheritance: core.inheritance().cloned(),
     };
     Keeper::start(options).map(Some).map_err(|error| open(error.to_string()))
 }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use super::attach::{adopt_flows, attach, without_kernel};
 use super::desired::*;
 use vnet::dispatch::core::Core;
+use vnet::dispatch::in_place::UnderlayPort;
 use vnet::frame::Origin;
 use vnet::inherit::{self, Inheritance};
 use vnet::interface::Interface;
@@ -67,6 +68,17 @@ pub(super) fn guest_options(spec: &InterfaceSpec) -> Result<VhostUserOptions, Ac
         peer: front_end.peer()?,
         memory_max: front_end.memory_max(),
     })
+}
+
+/// The configured underlay port of an interface; `None` if it has none.
+pub(super) fn direct(
+    spec: &InterfaceSpec,
+    inheritance: &Inheritance,
+) -> Result<Option<Arc<UnderlayPort>>, String> {
+    let Some(wanted) = spec.attachment.direct() else { return Ok(None) };
+    let handed = inheritance.port(&spec.name, &wanted.link, false);
+    let (socket, peer) = handed.ok_or("its own underlay port was not handed over")?;
+    UnderlayPort::inherit(socket, peer, true).map(Some).map_err(|error| error.to_string())
 }
 
 fn guest(

@@ -272,7 +272,7 @@ fn open(order: &Order<'_>, core: &Core) -> Result<LiveInterface, NotOpen> {
     let origin = frame::Origin { port, network: spec.network };
     let handed = core.inheritance().filter(|inheritance| !inheritance.is_settled());
     let (direct, (kernel, interface)) = match handed {
-        Some(inheritance) => (None, inherit(spec, (origin, &stats), core, inheritance)?),
+        Some(inheritance) => inherit(spec, (origin, &stats), core, inheritance)?,
         None => open_anew(order, (origin, &stats), core)?,
     };
     let sideband = match &spec.attachment {
@@ -356,20 +356,21 @@ fn sideband(
     })
 }
 
-/// Takes an interface of a running vnetd. One that it has not opened is down until it has ended.
+/// Takes an interface of a running vnetd, and its own underlay port if it has one. One that it has not opened is down until it has ended.
 fn inherit(
     spec: &InterfaceSpec,
     origin: (frame::Origin, &Arc<PortStats>),
     core: &Core,
     inheritance: &Arc<Inheritance>,
-) -> Result<Open, NotOpen> {
+) -> Result<(Option<Arc<UnderlayPort>>, Open), NotOpen> {
+    let failed = |error| NotOpen { error, waits_for: None };
     match inherited::take(spec, origin, core, inheritance) {
-        Ok(Some(taken)) => Ok(taken),
+        Ok(Some(taken)) => Ok((inherited::direct(spec, inheritance).map_err(failed)?, taken)),
         Ok(None) => {
             let error = "it was down in the vnetd before".to_owned();
             Err(NotOpen { waits_for: Some(error.clone()), error })
         }
-        Err(error) => Err(NotOpen { error, waits_for: None }),
+        Err(error) => Err(failed(error)),
     }
 }
 

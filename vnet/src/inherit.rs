@@ -4,6 +4,7 @@
 //!   bridge/D/I            UDP socket I of dispatcher D         kernel/lock, kernel/mount   the lock of the pinned objects' folder
 //!   vxlan/D               the VXLAN socket of dispatcher D     kernel/wire                 the wire's TAP
 //!   streams               the TCP listener of stream links     interface/NAME/KIND         queues and sockets of an interface, in order
+//!   sealed                the TCP listener for handshakes of sealed links
 //! ```
 //!
 //! Both processes hold the same open files, so frames wait in the kernel's queues while neither reads. Until the last step is done,
@@ -11,6 +12,7 @@
 //! vnetd. [`Inheritance::settle`] ends that.
 
 use std::collections::BTreeMap;
+use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -26,6 +28,9 @@ pub const WIRE: &str = "kernel/wire";
 /// Name of the listener of stream links.
 pub const STREAMS: &str = "streams";
 
+/// Name of the TCP listener for handshakes of sealed links.
+pub const SEALED: &str = "sealed";
+
 /// Name of socket `index` of dispatcher `dispatcher`.
 pub fn bridge(dispatcher: usize, index: usize) -> String {
     format!("bridge/{dispatcher}/{index}")
@@ -39,6 +44,21 @@ pub fn vxlan(dispatcher: usize) -> String {
 /// Name of the descriptors of one kind of an interface.
 pub fn interface(name: &str, kind: &str) -> String {
     format!("interface/{name}/{kind}")
+}
+
+/// Kind of an interface's descriptors: the sockets of its direct ports.
+pub const DIRECT: &str = "direct";
+
+/// A direct port of an interface: a socket that receives from the other host of one link. Its descriptor is passed beside it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PortState {
+    /// Name of the link.
+    pub link: String,
+    /// The link has negotiated it; otherwise it is configured.
+    pub negotiated: bool,
+    /// The only address from which its socket takes datagrams, once it is known.
+    pub peer: Option<SocketAddr>,
 }
 
 /// What the front end of a guest has said so far (vhost-user); descriptors are passed beside it.
@@ -98,6 +118,8 @@ pub struct VringState {
 pub struct Inheritance {
     descriptors: Mutex<BTreeMap<String, Vec<OwnedFd>>>,
     guests: Mutex<BTreeMap<String, GuestState>>,
+    /// Direct ports by interface.
+    ports: Mutex<BTreeMap<String, Vec<(PortState, OwnedFd)>>>,
     settled: AtomicBool,
 }
 
@@ -114,6 +136,35 @@ impl Inheritance {
     /// Adds the states of guests, by the names of their interfaces.
     pub fn add_guests(&self, guests: BTreeMap<String, GuestState>) {
         self.guests.lock().extend(guests);
+    }
+
+    /// Adds the direct ports of interfaces, whose descriptors have come in the same order.
+    ///
+    /// # Errors
+    /// An interface has more or fewer descriptors than ports; holds its name.
+    pub fn add_ports(&self, ports: BTreeMap<String, Vec<PortState>>) -> Result<(), String> {
+        for (name, states) in ports {
+            let sockets = self.take(&interface(&name, DIRECT));
+            if sockets.len() != states.len() {
+                return Err(name);
+            }
+            self.ports.lock().insert(name, states.into_iter().zip(sockets).collect());
+        }
+        Ok(())
+    }
+
+    /// Takes an interface's direct port for a link: its socket, and the only address from which it takes datagrams.
+    pub fn port(
+        &self,
+        interface: &str,
+        link: &str,
+        negotiated: bool,
+    ) -> Option<(OwnedFd, Option<SocketAddr>)> {
+        let mut all = self.ports.lock();
+        let ports = all.get_mut(interface)?;
+        let at = ports.iter().position(|(port, _)| port.link == link && port.negotiated == negotiated)?;
+        let (port, socket) = ports.swap_remove(at);
+        Some((socket, port.peer))
     }
 
     /// Takes the state of an interface's guest.
@@ -148,6 +199,8 @@ impl Inheritance {
 
     /// The running vnetd has ended: devices, pins and socket files belong to this process.
     pub fn settle(&self) {
+        // Ports that are not wanted any more.
+        self.ports.lock().clear();
         self.settled.store(true, Ordering::Release);
     }
 
@@ -175,5 +228,30 @@ mod tests {
         assert!(all.take(&tap()).is_empty() && !all.has(&tap()) && all.has("bridge/0/1"));
         assert!(all.take_one("bridge/0/1").is_some() && all.left().is_empty());
         assert!(!all.is_settled());
+    }
+
+    #[test]
+    fn ports_are_found_by_their_links() {
+        let open = || OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
+        let port = |link: &str, negotiated, peer: &str| PortState {
+            link: link.into(),
+            negotiated,
+            peer: peer.parse().ok(),
+        };
+        let ports = || vec![port("h2", false, ""), port("h2", true, "192.0.2.2:9000"), port("h3", true, "")];
+        let name = || interface("vm1", DIRECT);
+        let files = [open(), open(), open()];
+        let second = files[1].as_raw_fd();
+        let all = Inheritance::new(files.map(|file| (name(), file)));
+        all.add_ports(BTreeMap::from([("vm1".into(), ports())])).unwrap();
+        assert!(all.left().is_empty());
+        let (socket, peer) = all.port("vm1", "h2", true).unwrap();
+        assert_eq!((socket.as_raw_fd(), peer), (second, "192.0.2.2:9000".parse().ok()));
+        assert!(all.port("vm1", "h2", true).is_none() && all.port("vm2", "h2", false).is_none());
+        assert_eq!(all.port("vm1", "h3", true).unwrap().1, None);
+        all.settle();
+        assert!(all.port("vm1", "h2", false).is_none());
+        let fewer = Inheritance::new([(name(), open())]);
+        assert_eq!(fewer.add_ports(BTreeMap::from([("vm1".into(), ports())])), Err("vm1".into()));
     }
 }

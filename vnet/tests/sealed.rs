@@ -101,7 +101,7 @@ fn keeping(
     courier: vnet::link::Courier,
 ) -> KeeperOptions {
     let courier = Box::new(courier);
-    KeeperOptions { listen, identity, started, rekey, courier, relay: None }
+    KeeperOptions { listen, identity, started, rekey, courier, relay: None, inheritance: None }
 }
 
 const HOUR: Duration = Duration::from_secs(3600);

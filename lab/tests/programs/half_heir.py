@@ -1,6 +1,6 @@
 """A vnetd that begins a take-over and does not end it: half_heir.py SOCKET STEP HOW.
 
-STEP is the last message that it exchanges: connect, hello, estate, prepared or last. Then it dies, hangs, sends
+STEP is the last message that it exchanges: connect, hello, estate, prepared, last or begins. Then it dies, hangs, sends
 nonsense or refuses, as HOW says.
 """
 
@@ -25,17 +25,22 @@ def hear(connection: socket.socket) -> tuple[dict, list[int]]:
     for level, kind, data in control:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             passed.frombytes(data)
-    left, text = int.from_bytes(head, "little"), b""
-    while len(text) < left:
-        text += connection.recv(left - len(text))
-    return json.loads(text), list(passed)
+    return json.loads(receive(connection, int.from_bytes(head, "little"))), list(passed)
+
+
+def receive(connection: socket.socket, length: int) -> bytes:
+    """That many bytes."""
+    found = b""
+    while len(found) < length:
+        found += connection.recv(length - len(found))
+    return found
 
 
 def go(connection: socket.socket, last: str) -> None:
     """Exchanges messages up to `last`."""
     if last == "connect":
         return
-    say(connection, {"message": "hello", "version": 1, "release": "half"})
+    say(connection, {"message": "hello", "version": 2, "release": "half"})
     if last == "hello":
         return
     estate, _ = hear(connection)
@@ -54,6 +59,12 @@ def go(connection: socket.socket, last: str) -> None:
         return
     message, _ = hear(connection)
     assert message["message"] == "last", message
+    for _ in range(message["sealed"]):
+        left = int.from_bytes(receive(connection, 4), "little")
+        receive(connection, left)
+    if last == "last":
+        return
+    say(connection, {"message": "begins"})
 
 
 def main() -> None:

@@ -167,6 +167,14 @@ impl Attachment {
         }
     }
 
+    /// The configured direct port, if it has one.
+    pub fn direct(&self) -> Option<&DirectSpec> {
+        match self {
+            Attachment::VhostUser { direct, .. } => direct.as_ref(),
+            Attachment::Tap { .. } | Attachment::Veth { .. } | Attachment::Local { .. } => None,
+        }
+    }
+
     /// Value of `kind` in the configuration.
     pub fn kind(&self) -> &'static str {
         self.into()

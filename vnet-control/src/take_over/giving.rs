@@ -1,6 +1,7 @@
 //! The running vnetd's part: what it hands over, and what it does if the new one fails.
 
 use std::collections::BTreeMap;
+use std::io;
 use std::os::fd::OwnedFd;
 
 use parking_lot::MutexGuard;
@@ -8,11 +9,14 @@ use parking_lot::MutexGuard;
 use super::state::{Estate, Last, Positions};
 use crate::desired::*;
 use crate::engine::Engine;
+use crate::open_close::LiveInterface;
 use crate::settings;
 use vnet::dispatch::core::Still;
 use vnet::frame::Batch;
-use vnet::inherit;
+use vnet::inherit::{self, PortState};
 use vnet::interface::Handed;
+use vnet::link::sealed::keeper::Keeper;
+use vnet::link::succession::SealedBytes;
 
 /// What is handed over first. Until it is dropped, no front end of a guest changes anything.
 pub struct Given<'a> {
@@ -30,19 +34,23 @@ impl Engine {
     /// # Errors
     /// Why this host cannot be taken over, in one line.
     pub fn estate(&self) -> Result<Given<'_>, String> {
-        if self.identity().is_some() {
-            return Err("keys of sealed links cannot be handed over: restart vnetd instead".into());
-        }
         let mut descriptors = self.core.descriptors()?;
-        let (mut guests, mut turns, mut quiets) = (BTreeMap::new(), vec![], vec![]);
+        descriptors.extend(self.sealing_descriptor()?);
+        let (mut guests, mut ports) = (BTreeMap::new(), BTreeMap::new());
+        let (mut turns, mut quiets) = (vec![], vec![]);
         for (name, live) in &self.interfaces {
             let failed = |why: String| format!("interface {name}: {why}; restart vnetd instead");
-            if live.direct.is_some() || self.direct.lock().has(name) {
-                return Err(failed("its own underlay port cannot be handed over".into()));
-            }
             let Handed { files, guest, turn, quiet } = live.interface.hand_over().map_err(failed)?;
             let named = files.into_iter().map(|(kind, file)| (inherit::interface(name, kind), file));
             descriptors.extend(named);
+            let (states, sockets) = self
+                .direct_ports(name, live)
+                .map_err(|error| failed(format!("cannot duplicate a descriptor: {error}")))?;
+            if !states.is_empty() {
+                ports.insert(name.clone(), states);
+            }
+            let socket = |socket| (inherit::interface(name, inherit::DIRECT), socket);
+            descriptors.extend(sockets.into_iter().map(socket));
             guests.extend(guest.map(|guest| (name.clone(), guest)));
             turns.extend(turn);
             quiets.extend(quiet);
@@ -52,6 +60,7 @@ impl Engine {
             interfaces: self.interfaces.iter().map(|(name, live)| (name.clone(), live.port)).collect(),
             links: self.links.iter().map(|(name, live)| (name.clone(), live.port)).collect(),
             guests,
+            ports,
             routes: self.own.routes.iter().map(index).collect(),
             next_route: self.next_route,
             indices: self.indices.assigned(),
@@ -60,9 +69,45 @@ impl Engine {
         Ok(Given { estate, descriptors, _turns: turns, _quiet: quiets })
     }
 
-    /// Has all dispatchers stand still until the result is dropped; `None` if one of them does not in time.
+    /// The direct ports of an interface, and their sockets in the same order.
+    fn direct_ports(&self, name: &str, live: &LiveInterface) -> io::Result<(Vec<PortState>, Vec<OwnedFd>)> {
+        let mut all = self.direct.lock().hand_over(name)?;
+        let specs = self.current.interfaces.iter().map(|item| &item.spec);
+        let wanted = specs.filter(|spec| spec.name == name).find_map(|spec| spec.attachment.direct());
+        if let (Some(socket), Some(wanted)) = (&live.direct, wanted) {
+            let (socket, peer) = socket.hand_over()?;
+            all.push((PortState { link: wanted.link.clone(), negotiated: false, peer }, socket));
+        }
+        Ok(all.into_iter().unzip())
+    }
+
+    /// The listener for handshakes of sealed links, if this host has an identity.
+    fn sealing_descriptor(&self) -> Result<Option<(String, OwnedFd)>, String> {
+        let Some(keeper) = &self.keeper else { return Ok(None) };
+        if self.current.bridge.spec.meetings > 0 {
+            return Err(
+                "the hosts that meet here would lose each other (meetings): restart vnetd instead".into()
+            );
+        }
+        let relayed = self.current.links.iter().find(|item| item.spec.security.via.is_some());
+        if let Some(Item { spec, .. }) = relayed {
+            let name = &spec.name;
+            return Err(format!(
+                "link {name}: its path by a rendezvous cannot be handed over; restart vnetd instead"
+            ));
+        }
+        let listener =
+            keeper.descriptor().map_err(|error| format!("cannot duplicate a descriptor: {error}"))?;
+        Ok(Some((inherit::SEALED.into(), listener)))
+    }
+
+    /// Has all dispatchers stand still until the result is dropped, and sealed links until [`Engine::reclaim`]; `None` if a dispatcher does
+    /// not in time.
     pub fn stand_still(&self) -> Option<Still<'_>> {
-        self.core.stand_still()
+        let still = self.core.stand_still()?;
+        self.keeper.iter().for_each(Keeper::rest);
+        self.links.values().for_each(|live| live.link.begin_hand_over());
+        Some(still)
     }
 
     /// The last state, while all stands still.
@@ -81,6 +126,22 @@ impl Engine {
             sightings: self.core.learned().sightings(self.core.now_ms()),
             learned: self.core.learned().stats(),
             flows,
+        }
+    }
+
+    /// The sealed links with their keys, while all stands still.
+    pub fn sealed_states(&self) -> Vec<SealedBytes> {
+        let now_ms = self.core.now_ms();
+        self.links.values().filter_map(|live| live.link.hand_over(now_ms)).collect()
+    }
+
+    /// Uses the sealed links again, after a take-over that failed and while all still stands still. `used`: the new vnetd may have used the
+    /// keys, which are therefore replaced.
+    pub fn reclaim(&self, used: bool) {
+        self.links.values().for_each(|live| live.link.reclaim(used));
+        self.keeper.iter().for_each(Keeper::go_on);
+        if used && self.keeper.is_some() {
+            tracing::warn!("sealed links get new keys, because the other vnetd may have used the old ones");
         }
     }
 

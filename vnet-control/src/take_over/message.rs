@@ -1,4 +1,5 @@
-//! Messages of a take-over: a length (32 bits, little-endian), then JSON.
+//! Messages of a take-over: a length (32 bits, little-endian), then JSON. Sealed links follow `Last` without JSON, each as a length and the
+//! form of [`vnet::link::succession`]: keys never become text.
 //!
 //! They come from processes of root or of vnetd's own user only. All the same they are bounded and checked: a message that is too long, has an
 //! unknown field or comes at a wrong time ends the take-over, and the running vnetd goes on.
@@ -9,7 +10,7 @@ use super::state::{Estate, Last};
 use crate::config::FILE_MAX;
 
 /// Version of the protocol. Others are refused.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 /// Bytes of the length before a message.
 pub const HEAD: usize = 4;
 /// Maximum length of a message in bytes: a configuration file of maximum length in JSON, where a line end takes two bytes, and the rest.
@@ -18,6 +19,8 @@ pub const LENGTH_MAX: u32 = 2 * FILE_MAX as u32 + (16 << 20);
 pub const PASSED_MAX: usize = 128;
 /// Maximum number of descriptors in all: about those of 1 024 interfaces with eight queues each.
 pub const DESCRIPTORS_MAX: usize = 8192;
+/// Maximum number of sealed links: that of links.
+pub const SEALED_MAX: usize = 4096;
 
 /// A message.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -55,7 +58,11 @@ pub enum Message {
     Last {
         /// The last state.
         last: Box<Last>,
+        /// Number of sealed links that follow.
+        sealed: usize,
     },
+    /// From the new vnetd, before it uses anything of the last state. If it fails later, keys of sealed links are discarded.
+    Begins,
     /// From the new vnetd: frames flow.
     Running,
 }
@@ -145,7 +152,8 @@ mod tests {
         round(&Message::Estate { estate: Box::new(estate), descriptors: 3, process }, 0);
         round(&Message::Descriptors { names: vec!["bridge/0/0".into(), "a".into()] }, 2);
         round(&Message::Prepared, 0);
-        round(&Message::Last { last: Box::default() }, 0);
+        round(&Message::Last { last: Box::default(), sealed: 2 }, 0);
+        round(&Message::Begins, 0);
         round(&Message::Running, 0);
     }
 

@@ -4,8 +4,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 use vnet::frame::PortId;
-use vnet::inherit::GuestState;
+use vnet::inherit::{GuestState, PortState};
 use vnet::kernel::Counted;
+use vnet::link::succession::SealedState;
 use vnet::route::{LearnedStats, Sighting};
 
 use crate::api::Counters;
@@ -32,6 +33,9 @@ pub struct Positions {
     /// Guests by interface.
     #[serde(default)]
     pub guests: BTreeMap<String, GuestState>,
+    /// Direct ports by interface.
+    #[serde(default)]
+    pub ports: BTreeMap<String, Vec<PortState>>,
     /// Numbers of the routes, in the order of the settings.
     pub routes: Vec<u32>,
     /// Number of the next route.
@@ -71,6 +75,9 @@ pub struct Last {
     /// What has been counted of the kernel's flows.
     pub flows: Vec<Counted>,
 }
+
+/// The last state, and the sealed links with their keys, which never become text.
+pub type LastState = (Last, Vec<SealedState>);
 
 #[cfg(test)]
 mod tests {

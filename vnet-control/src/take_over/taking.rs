@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use super::state::{Counts, Estate, Last, Positions};
+use super::state::{Counts, Estate, LastState, Positions};
 use crate::config::{self, ConfigError};
 use crate::desired::*;
-use crate::engine::{Engine, EngineError};
+use crate::engine::{Engine, EngineError, Eve};
 use crate::events::Asker;
 use crate::open_close::Patience;
 use crate::overlay::Computed;
@@ -42,13 +42,17 @@ impl Taking {
             return Err(Problem::new(&Place::default(), text).into());
         }
         inheritance.add_guests(std::mem::take(&mut positions.guests));
+        inheritance.add_ports(std::mem::take(&mut positions.ports)).map_err(|name| {
+            let text = format!("the running vnetd does not hand over all direct ports of interface {name}");
+            Problem::new(&Place::default(), text)
+        })?;
         Ok(Taking { desired, positions, inheritance })
     }
 }
 
 impl Engine {
-    /// Starts a core with everything of a running vnetd. `last` has it stand still and gets its last state, once all is open. `last_known`
-    /// is that of [`Engine::start_in`].
+    /// Starts a core with everything of a running vnetd. `last` has it stand still and gets its last state, once all is open. `begins` tells it
+    /// that keys of sealed links are about to be used. `last_known` is that of [`Engine::start_in`].
     ///
     /// # Errors
     /// Something was not handed over, or cannot be used. The running vnetd then still has everything, and this process must end without
@@ -56,7 +60,8 @@ impl Engine {
     pub fn take_over(
         taking: Taking,
         last_known: impl FnOnce(&Engine, &Desired) -> Computed,
-        last: impl FnOnce() -> Result<Last, String> + Send + 'static,
+        last: impl FnOnce() -> Result<LastState, String> + Send + 'static,
+        begins: impl FnOnce() -> Result<(), String> + Send + 'static,
     ) -> Result<Engine, EngineError> {
         let Taking { desired, positions, inheritance } = taking;
         let mut engine = Engine::idle(&desired, Some(inheritance))?;
@@ -66,7 +71,9 @@ impl Engine {
         engine.plan(&desired)?;
         let kernel = engine.core.inherit_kernel();
         kernel.map_err(|why| wrong(format!("cannot take over the kernel path: {why}")))?;
-        engine.eve = Some(Box::new(move || last().map_err(wrong)));
+        let last = Box::new(move || last().map_err(wrong));
+        let begins = Box::new(move || begins().map_err(wrong));
+        engine.eve = Some(Eve { last, begins });
         let plan = engine.on_behalf(Asker::Part("the running vnetd"), |engine| {
             engine.change(desired, Patience::Awaited)
         })?;
@@ -74,6 +81,7 @@ impl Engine {
             engine.await_last()?;
             engine.resume();
             engine.publish();
+            engine.keep_sealed_links();
         }
         Ok(engine)
     }
@@ -87,19 +95,21 @@ impl Engine {
                 "the running vnetd hands over {name}, which this version does not use"
             )));
         }
-        let last = eve()?;
+        let (last, sealed) = (eve.last)()?;
         for counts in last.interfaces.values().chain(last.links.values()).chain([&last.bridge]) {
             PortStats::default().resume(counts).map_err(|unknown| {
                 wrong(format!("the running vnetd has a counter that this version lacks: {unknown}"))
             })?;
         }
-        self.last = Some(last);
+        // No step after this one fails, up to the first setup.
+        (eve.begins)()?;
+        self.last = Some((last, sealed));
         Ok(())
     }
 
     /// Goes on where the running vnetd stands still. Call it once all interfaces and links are there, before the first setup.
     pub(crate) fn resume(&mut self) {
-        let Some(last) = self.last.take() else { return };
+        let Some((last, sealed)) = self.last.take() else { return };
         let Positions { routes, next_route, indices, .. } = std::mem::take(&mut self.positions);
         for (item, index) in self.current.routes.iter().zip(routes) {
             self.route_indices.insert(item.spec.clone(), index);
@@ -118,6 +128,14 @@ impl Engine {
         let links = self.links.values().map(|live| (live.port, PortKind::Link));
         let kinds: std::collections::HashMap<_, _> = interfaces.chain(links).collect();
         let now_ms = self.core.now_ms();
+        for state in sealed {
+            match self.links.get(state.name()) {
+                Some(live) => live.link.resume(state, now_ms),
+                None => {
+                    tracing::warn!("the vnetd before had a sealed link {} that this one lacks", state.name())
+                }
+            }
+        }
         let kind = |port| kinds.get(&port).copied();
         self.core.learned().resume(&last.sightings, last.learned, kind, now_ms);
         self.core.succeed(last.flows);

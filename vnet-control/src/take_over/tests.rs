@@ -9,6 +9,8 @@ use crate::desired::Desired;
 use crate::engine::{Engine, EngineError};
 use crate::overlay::Computed;
 use vnet::inherit::Inheritance;
+use vnet::link::sealed::pki::{Flaw, Pki};
+use vnet::link::succession::SealedState;
 
 const TEXT: &str = r#"
 [host]
@@ -62,8 +64,9 @@ fn take_over(engine: &Engine, change: impl FnOnce(&mut Given<'_>)) -> Result<Eng
     let taking = Taking::new(estate, Arc::new(Inheritance::new(descriptors)))?;
     let still = engine.stand_still().unwrap();
     let last = engine.last();
+    let sealed = engine.sealed_states().iter().map(|bytes| SealedState::parse(bytes).unwrap()).collect();
     drop(still);
-    Engine::take_over(taking, |_, _| Computed::default(), move || Ok(last))
+    Engine::take_over(taking, |_, _| Computed::default(), move || Ok((last, sealed)), || Ok(()))
 }
 
 #[test]
@@ -124,14 +127,109 @@ fn a_take_over_that_fails_leaves_everything() {
     engine.stop();
 }
 
+/// A host with a sealed link to h2, whose listener has a port that is free for UDP and TCP.
+fn sealed(folder: &Path, pki: &Pki, more: &str) -> Engine {
+    let files = pki.issue("h1", 1, Flaw::None, &[]);
+    let identity = format!(
+        "[identity]\nca = {:?}\ncertificate = {:?}\nkey = {:?}\n",
+        files.ca, files.certificate, files.key
+    );
+    let link = "[[link]]\nname = \"h2\"\nremote = \"10.1.2.2:9000\"\nsealed = true\n";
+    let text = format!(
+        "[host]\nname = \"h1\"\n{identity}[control]\nsocket = \"{}/sock\"\n\
+         [bridge]\nlisten = \"127.0.0.1:0\"\n{more}\n{link}",
+        folder.display()
+    );
+    let start = || Engine::start(parse("f", &text).unwrap().desired).ok();
+    (0..10).find_map(|_| start()).expect("a port that is free for UDP and TCP")
+}
+
 #[test]
-fn what_cannot_be_handed_over_is_said() {
+fn sealed_links_and_their_listener_go_on() {
     let folder = tempfile::tempdir().unwrap();
-    let own = "DIR/vm2\"\nmac = \"52:54:00:00:00:02\"\ndirect_port = 39555\ndirect_link = \"h2\"";
-    let text = TEXT.replace("DIR/vm2\"", own).replace("name = \"h2\"", "name = \"h2\"\nnetworks = [1]");
-    let text = text.replace("DIR", folder.path().to_str().unwrap());
-    let engine = Engine::start(parse("f", &text).unwrap().desired).unwrap();
+    let engine = sealed(folder.path(), &Pki::new(folder.path()), "");
+    let at = engine.bridge_address();
+    let mut heir = take_over(&engine, |_| {}).unwrap();
+    std::mem::forget(engine);
+    heir.settle();
+    assert_eq!(heir.bridge_address(), at);
+    // Nobody but the heir accepts: the running one rests. A connection without TLS is closed.
+    let mut stream = std::net::TcpStream::connect(at).unwrap();
+    stream.set_read_timeout(Some(std::time::Duration::from_secs(20))).unwrap();
+    std::io::Write::write_all(&mut stream, b"GET / HTTP/1.0\r\n\r\n").unwrap();
+    let mut answer = vec![];
+    let _ = std::io::Read::read_to_end(&mut stream, &mut answer);
+    assert!(answer.len() < 100, "a TLS alert at most");
+    heir.stop();
+}
+
+#[test]
+fn a_take_over_without_the_sealed_listener_fails_and_the_links_go_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let engine = sealed(folder.path(), &Pki::new(folder.path()), "");
+    let lost = |given: &mut Given<'_>| given.descriptors.retain(|(name, _)| name != "sealed");
+    let why = take_over(&engine, lost).err().expect("it fails").to_string();
+    assert!(why.contains("does not hand over the listener"), "{why}");
+    engine.reclaim(false);
+    engine.go_on();
+    assert!(take_over(&engine, |_| {}).is_ok(), "the next one takes over");
+    std::mem::forget(engine);
+}
+
+#[test]
+fn meetings_and_relayed_links_cannot_be_handed_over() {
+    let folder = tempfile::tempdir().unwrap();
+    let pki = Pki::new(folder.path());
+    let engine = sealed(folder.path(), &pki, "meetings = 4");
     let why = engine.estate().err().unwrap();
-    assert_eq!(why, "interface vm2: its own underlay port cannot be handed over; restart vnetd instead");
+    assert_eq!(why, "the hosts that meet here would lose each other (meetings): restart vnetd instead");
     engine.stop();
+    let relayed = "\n[[link]]\nname = \"h3\"\nsealed = true\nvia = \"h2\"";
+    let engine = sealed(folder.path(), &pki, relayed);
+    let why = engine.estate().err().unwrap();
+    assert_eq!(why, "link h3: its path by a rendezvous cannot be handed over; restart vnetd instead");
+    engine.stop();
+}
+
+/// A host whose interface vm2 has a configured direct port of this number, and vm1 one that each link negotiates.
+fn with_direct_ports(folder: &Path, port: u16) -> Desired {
+    let own = format!("DIR/vm2\"\nmac = \"52:54:00:00:00:02\"\ndirect_port = {port}\ndirect_link = \"h2\"");
+    let text = TEXT.replace("DIR/vm2\"", &own).replace("name = \"h2\"", "name = \"h2\"\nnetworks = [1]");
+    let text = text.replace("DIR/vm1\"", "DIR/vm1\"\nmac = \"52:54:00:00:00:01\"\ndirect = true");
+    parse("f", &text.replace("DIR", folder.to_str().unwrap())).unwrap().desired
+}
+
+/// Numbers of an interface's direct ports, negotiated and configured.
+fn direct_ports(engine: &Engine) -> (Vec<u16>, Option<u16>) {
+    let negotiated = engine.interfaces().into_iter().flat_map(|interface| interface.direct_ports);
+    let configured = &engine.interfaces["vm2"].direct;
+    (negotiated.map(|port| port.port).collect(), configured.as_ref().map(|port| port.local_addr().port()))
+}
+
+#[test]
+fn direct_ports_go_on_with_their_sockets() {
+    let folder = tempfile::tempdir().unwrap();
+    let free = std::net::UdpSocket::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let engine = Engine::start(with_direct_ports(folder.path(), free)).unwrap();
+    let before = direct_ports(&engine);
+    assert_eq!((before.0.len(), before.1), (2, Some(free)));
+    let lost = |given: &mut Given<'_>| given.descriptors.retain(|(name, _)| name != "interface/vm1/direct");
+    let why = take_over(&engine, lost).err().expect("it fails").to_string();
+    assert!(why.contains("does not hand over all direct ports of interface vm1"), "{why}");
+    let lost = |given: &mut Given<'_>| {
+        given.descriptors.retain(|(name, _)| name != "interface/vm2/direct");
+        given.estate.positions.ports.remove("vm2");
+    };
+    let why = take_over(&engine, lost).err().expect("it fails").to_string();
+    assert!(why.contains("its own underlay port was not handed over"), "{why}");
+    let mut heir = take_over(&engine, |_| {}).unwrap();
+    assert_eq!(direct_ports(&heir), before);
+    std::mem::forget(engine);
+    heir.settle();
+    // They go on with the next one, too.
+    let mut next = take_over(&heir, |_| {}).unwrap();
+    assert_eq!(direct_ports(&next), before);
+    std::mem::forget(heir);
+    next.settle();
+    next.stop();
 }

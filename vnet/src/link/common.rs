@@ -106,6 +106,16 @@ impl Common {
         self.number.0.fetch_add(count, Relaxed)
     }
 
+    /// Goes on with datagram number `next`; nothing sends on the link yet.
+    pub(in crate::link) fn number_from(&self, next: u64) {
+        self.number.0.store(next, Relaxed);
+    }
+
+    /// Takes no number below `next` any more.
+    pub(in crate::link) fn skip_numbers_to(&self, next: u64) {
+        self.number.0.fetch_max(next, Relaxed);
+    }
+
     /// Records the arrival of a datagram.
     pub(crate) fn heard(&self, now_ms: u64) {
         // Written once per millisecond, not once per burst, because the cache line is shared. Stored plus one; 0 means never.

@@ -2,7 +2,7 @@
 
 use std::io::{self, Read, Write};
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustls::pki_types::CertificateDer;
 
@@ -14,6 +14,7 @@ use crate::link::sealed::handshake::{self, HandshakeMessage};
 use crate::link::sealed::identity::tls::Patient;
 use crate::link::sealed::identity::{CertificateInfo, Identity, is_for};
 use crate::link::sealed::pki::Pki;
+use crate::link::succession::SealedState;
 
 /// The identities of h1 and h2, cached: key generation is slow.
 fn identities() -> &'static [Identity; 2] {
@@ -99,6 +100,39 @@ pub fn handshake(data: &[u8]) {
     if let Ok(info) = CertificateInfo::read(data) {
         assert_eq!(info.fingerprint.len(), 64);
         assert!(is_for(&[data.into()], "h1") || !info.names.iter().any(|name| name == "h1"));
+    }
+}
+
+/// Feeds bytes to the parser of sealed links that are handed over, and goes on with what it accepts.
+///
+/// Invariants: no panic; the link goes on with later numbers, opens no forged datagram, and hands over as many sessions again, unless a
+/// number or an age has reached its limit.
+pub fn succession(data: &[u8]) {
+    let Ok(state) = SealedState::parse(data) else { return };
+    let (name, link) = (state.name().to_owned(), link("h2"));
+    assert!(name.len() < data.len());
+    link.resume(state, 1000);
+    let seal = link.seal().expect("it is sealed");
+    let before = link.next_number();
+    for epoch in 0..4 {
+        if let Some(key) = seal.keyring().opening(epoch) {
+            let mut forged = [0x5a; 64];
+            assert!(key.open(&mut forged).is_err(), "a forged datagram opens");
+        }
+    }
+    if let Some(key) = seal.keyring().sealing(before) {
+        key.seal(&mut [0; 64]);
+    }
+    seal.expire(Instant::now(), Duration::from_secs(3600));
+    let count = seal.sessions.lock().len();
+    assert!(count <= 4);
+    link.begin_hand_over();
+    let form = link.hand_over(2000).expect("it is sealed");
+    let heir = self::link("h2");
+    if let Ok(again) = SealedState::parse(&form) {
+        heir.resume(again, 0);
+        assert!(heir.next_number() > before);
+        assert_eq!(heir.seal().expect("it is sealed").sessions.lock().len(), count);
     }
 }
 

@@ -48,6 +48,7 @@ pub mod socket;
 mod state;
 mod strangers;
 pub mod stream;
+pub mod succession;
 pub mod vxlan;
 
 pub use bridge::{Bridge, Sender};

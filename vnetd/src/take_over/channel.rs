@@ -10,6 +10,7 @@ use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
+use vnet::link::succession::{SEALED_STATE_MAX, SealedBytes};
 use vnet_control::take_over::message::{HEAD, Message, MessageError, PASSED_MAX};
 
 /// How long the other side may take to read a message.
@@ -67,6 +68,40 @@ impl Channel {
         let sent = sendmsg(&self.0, &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL);
         let sent = sent.map_err(io::Error::from)?;
         Ok((&self.0).write_all(&bytes[sent..])?)
+    }
+
+    /// Sends a sealed link with its keys: a length as of messages, then the bytes.
+    pub fn send_sealed(&self, bytes: &SealedBytes) -> Result<(), ChannelError> {
+        let len = u32::try_from(bytes.len()).ok().filter(|len| *len as usize <= SEALED_STATE_MAX);
+        let len = len.ok_or(MessageError::TooLong(bytes.len() as u64))?;
+        (&self.0).write_all(&len.to_le_bytes())?;
+        Ok((&self.0).write_all(bytes)?)
+    }
+
+    /// Receives a sealed link with its keys, all within `within`.
+    pub fn receive_sealed(&self, within: Duration) -> Result<SealedBytes, ChannelError> {
+        let deadline = Instant::now() + within;
+        let mut head = [0; HEAD];
+        self.fill(&mut head, deadline)?;
+        let len = u32::from_le_bytes(head) as usize;
+        if len > SEALED_STATE_MAX {
+            return Err(MessageError::TooLong(len as u64).into());
+        }
+        // Does not grow: a vector that grows leaves its former bytes in freed memory.
+        let mut bytes = SealedBytes::new(vec![0; len]);
+        self.fill(&mut bytes, deadline)?;
+        Ok(bytes)
+    }
+
+    fn fill(&self, mut room: &mut [u8], deadline: Instant) -> Result<(), ChannelError> {
+        while !room.is_empty() {
+            self.wait_until(deadline)?;
+            match (&self.0).read(room)? {
+                0 => return Err(ChannelError::Ended),
+                len => room = &mut room[len..],
+            }
+        }
+        Ok(())
     }
 
     /// Receives a message with its descriptors, all within `within`. One that refuses is an error.
@@ -164,6 +199,28 @@ mod tests {
         });
         drop(theirs);
         assert!(ours.until_closed(SOON));
+    }
+
+    #[test]
+    fn sealed_links_arrive_whole_and_are_bounded() {
+        let (ours, theirs) = pair();
+        let theirs = Channel::new(theirs).unwrap();
+        let long = SealedBytes::new((0..SEALED_STATE_MAX).map(|at| at as u8).collect());
+        std::thread::scope(|scope| {
+            scope.spawn(|| theirs.send_sealed(&long).unwrap());
+            assert!(ours.receive_sealed(Duration::from_secs(5)).unwrap() == long);
+        });
+        let longer = SealedBytes::new(vec![0; SEALED_STATE_MAX + 1]);
+        assert!(matches!(theirs.send_sealed(&longer), Err(ChannelError::Message(MessageError::TooLong(_)))));
+        assert!(matches!(ours.receive_sealed(SOON), Err(ChannelError::Late)));
+        let (ours, theirs) = pair();
+        (&theirs).write_all(&(SEALED_STATE_MAX as u32 + 1).to_le_bytes()).unwrap();
+        assert!(matches!(ours.receive_sealed(SOON), Err(ChannelError::Message(MessageError::TooLong(_)))));
+        let (ours, theirs) = pair();
+        (&theirs).write_all(&[2, 0, 0, 0, 7]).unwrap();
+        assert!(matches!(ours.receive_sealed(SOON), Err(ChannelError::Late)));
+        drop(theirs);
+        assert!(matches!(ours.receive_sealed(SOON), Err(ChannelError::Ended)));
     }
 
     #[test]

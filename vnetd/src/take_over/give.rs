@@ -30,6 +30,8 @@ const HELLO_WITHIN: Duration = Duration::from_secs(5);
 const PREPARED_WITHIN: Duration = Duration::from_secs(10);
 /// How long it may take to publish its first setup, while frames wait: milliseconds, unless other programs have the processors.
 const RUNNING_WITHIN: Duration = Duration::from_secs(2);
+/// How long reading may take of what a process has said before its end: it is in the socket's buffer.
+const HEARD_WITHIN: Duration = Duration::from_millis(100);
 /// How long a killed process may take to end.
 const DEAD_WITHIN: Duration = Duration::from_secs(5);
 
@@ -137,12 +139,30 @@ impl Heir {
         Ok(Heir { pid: pid.as_raw_pid(), process, channel })
     }
 
-    /// Kills the process, unless it has ended, and waits for its end: then it reads no frame any more.
-    fn end(&self) {
+    /// Kills the process, unless it has ended, and waits for its end: then it reads no frame any more. False if it does not end.
+    fn end(&self) -> bool {
         // Fails if it has ended.
         let _ = pidfd_send_signal(&self.process, Signal::KILL);
-        if let Err(error) = wait_for(self.process.as_fd(), Some(DEAD_WITHIN)) {
+        let ended = wait_for(self.process.as_fd(), Some(DEAD_WITHIN));
+        if let Err(error) = &ended {
             tracing::error!("process {}, which has failed to take over, does not end: {error}", self.pid);
+        }
+        ended.is_ok()
+    }
+
+    /// Ends the process. Returns whether it may have used keys of sealed links: it says that it begins before it uses one, so a process that
+    /// is dead and has not said so used none (`vnet::link::succession`).
+    fn end_and_hear(&self) -> bool {
+        if !self.end() {
+            return true;
+        }
+        loop {
+            match self.channel.receive(HEARD_WITHIN) {
+                Ok((Message::Begins, _)) => return true,
+                Ok(_) | Err(ChannelError::Refused(_)) => {}
+                Err(ChannelError::Ended) => return false,
+                Err(_) => return true,
+            }
         }
     }
 }
@@ -198,9 +218,13 @@ fn give(engine: &Engine, heir: &Heir, listener: &Listener, own: &Own) -> Result<
         return Err(refuse(channel, "a dispatcher does not stop; see the load of this host".into()));
     };
     tracing::debug!("all stands still after {} us", began.elapsed().as_micros());
-    let done = last_step(channel, engine);
+    let mut has_begun = false;
+    let done = last_step(channel, engine, &mut has_begun);
     if let Err(error) = done {
-        heir.end();
+        // After an answer that cannot be read, what follows cannot either.
+        let is_clear = matches!(error, ChannelError::Late | ChannelError::Ended | ChannelError::Refused(_));
+        let has_ended_unused = !heir.end_and_hear() && is_clear && !has_begun;
+        engine.reclaim(!has_ended_unused);
         drop(still);
         engine.go_on();
         return Err(error.into());
@@ -248,12 +272,19 @@ fn prepare(channel: &Channel, given: &Given<'_>, own: &Own) -> Result<(), Channe
     }
 }
 
-/// Passes the last state, and waits until frames flow again.
-fn last_step(channel: &Channel, engine: &Engine) -> Result<(), ChannelError> {
+/// Passes the last state, and waits until frames flow again. `has_begun`: the new vnetd may use keys of sealed links.
+fn last_step(channel: &Channel, engine: &Engine, has_begun: &mut bool) -> Result<(), ChannelError> {
     let began = Instant::now();
-    channel.send(&Message::Last { last: Box::new(engine.last()) }, &[])?;
+    let (last, sealed) = (Box::new(engine.last()), engine.sealed_states());
+    channel.send(&Message::Last { last, sealed: sealed.len() }, &[])?;
+    sealed.iter().try_for_each(|state| channel.send_sealed(state))?;
     tracing::debug!("the last state is sent after {} us", began.elapsed().as_micros());
+    let deadline = Instant::now() + RUNNING_WITHIN;
     match channel.receive(RUNNING_WITHIN)?.0 {
+        Message::Begins => *has_begun = true,
+        _ => return Err(ChannelError::Unexpected),
+    }
+    match channel.receive(deadline.saturating_duration_since(Instant::now()))?.0 {
         Message::Running => Ok(()),
         _ => Err(ChannelError::Unexpected),
     }

@@ -5,12 +5,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vnet::inherit::Inheritance;
+use vnet::link::succession::{SealedState, SuccessionError};
 use vnet::unix::{self, Peer};
 use vnet_control::desired::Desired;
 use vnet_control::engine::{Engine, EngineError};
 use vnet_control::overlay::Computed;
-use vnet_control::take_over::message::{DESCRIPTORS_MAX, Message, Process, VERSION};
-use vnet_control::take_over::{Last, Taking};
+use vnet_control::take_over::message::{DESCRIPTORS_MAX, Message, Process, SEALED_MAX, VERSION};
+use vnet_control::take_over::{LastState, Taking};
 
 use super::channel::{Channel, ChannelError};
 use super::{may_take_part, socket_of};
@@ -21,6 +22,15 @@ const ANSWER_WITHIN: Duration = Duration::from_secs(10);
 const LAST_WITHIN: Duration = Duration::from_secs(5);
 /// How long it may take to end.
 const END_WITHIN: Duration = Duration::from_secs(10);
+
+/// An error of the last state.
+#[derive(Debug, thiserror::Error)]
+enum TakeError {
+    #[error(transparent)]
+    Channel(#[from] ChannelError),
+    #[error(transparent)]
+    Sealed(#[from] SuccessionError),
+}
 
 /// A take-over under way.
 pub struct Taker {
@@ -89,19 +99,13 @@ impl Taker {
         last_known: impl FnOnce(&Engine, &Desired) -> Computed,
     ) -> Result<Engine, EngineError> {
         let taking = self.taking.take().expect("an engine is started once");
+        let failed = |error: &dyn std::fmt::Display| format!("cannot take over: {error}");
         let channel = self.channel.clone();
-        let last = move || -> Result<Last, String> {
-            let failed = |error: ChannelError| format!("cannot take over: {error}");
-            channel.send(&Message::Prepared, &[]).map_err(failed)?;
-            match channel.receive(LAST_WITHIN).map_err(failed)?.0 {
-                Message::Last { last } => {
-                    tracing::debug!("the last state is here");
-                    Ok(*last)
-                }
-                _ => Err(failed(ChannelError::Unexpected)),
-            }
-        };
-        Engine::take_over(taking, last_known, last).inspect_err(|error| self.refuse(&error.to_string()))
+        let last = move || last_state(&channel).map_err(|error| failed(&error));
+        let channel = self.channel.clone();
+        let begins = move || channel.send(&Message::Begins, &[]).map_err(|error| failed(&error));
+        let engine = Engine::take_over(taking, last_known, last, begins);
+        engine.inspect_err(|error| self.refuse(&error.to_string()))
     }
 
     /// Tells the running vnetd that this one gives up.
@@ -144,6 +148,23 @@ impl Taker {
             tracing::warn!("cannot join the service's control group by '{file}': {error}");
         }
     }
+}
+
+/// Has the running vnetd stand still, and gets its last state.
+fn last_state(channel: &Channel) -> Result<LastState, TakeError> {
+    channel.send(&Message::Prepared, &[])?;
+    let Message::Last { last, sealed } = channel.receive(LAST_WITHIN)?.0 else {
+        return Err(ChannelError::Unexpected.into());
+    };
+    if sealed > SEALED_MAX {
+        return Err(ChannelError::Unexpected.into());
+    }
+    let one = |_| -> Result<SealedState, TakeError> {
+        Ok(SealedState::parse(&channel.receive_sealed(LAST_WITHIN)?)?)
+    };
+    let sealed = (0..sealed).map(one).collect::<Result<Vec<_>, _>>()?;
+    tracing::debug!("the last state is here");
+    Ok((*last, sealed))
 }
 
 fn refuse(channel: &Channel, why: &str) {

@@ -2,7 +2,7 @@
 
 use std::io;
 use std::net::SocketAddr;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
@@ -36,6 +36,24 @@ impl UnderlayPort {
         let port = UnderlayPort { socket: Arc::new(socket), peer: Mutex::new(None), in_place };
         port.accept_only(None).map_err(refused)?;
         Ok(Arc::new(port))
+    }
+
+    /// The socket of a running vnetd, which takes datagrams from `peer` only. What waits in it stays.
+    ///
+    /// # Errors
+    /// It is not a bound socket.
+    pub fn inherit(fd: OwnedFd, peer: Option<SocketAddr>, in_place: bool) -> io::Result<Arc<UnderlayPort>> {
+        let socket = Arc::new(Socket::inherit(fd)?);
+        Ok(Arc::new(UnderlayPort { socket, peer: Mutex::new(peer), in_place }))
+    }
+
+    /// A duplicate of the socket for the next vnetd, and the only address from which it takes datagrams.
+    ///
+    /// # Errors
+    /// The kernel has no descriptor left.
+    pub fn hand_over(&self) -> io::Result<(OwnedFd, Option<SocketAddr>)> {
+        let peer = *self.peer.lock();
+        Ok((self.fd().try_clone_to_owned()?, peer))
     }
 
     /// Accepts datagrams only from `peer` from now on, and drops those that arrived before. This host's own addresses may change

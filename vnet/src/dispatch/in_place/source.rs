@@ -175,6 +175,10 @@ impl Source for InPlaceSource {
         self.drained
     }
 
+    fn is_unfinished(&self) -> bool {
+        self.receiver.is_unfinished()
+    }
+
     fn tick(&mut self, now_ms: u64) {
         self.receiver.tick(now_ms);
     }

@@ -92,6 +92,12 @@ impl Courier {
     }
 
     fn post_to(&self, name: &Name, (link, native): Of<'_>, kind: Kind, payload: &[u8]) -> io::Result<()> {
+        // Until the datagram has left, so that the next vnetd goes on with a later number.
+        let turn = native
+            .seal
+            .as_deref()
+            .map(|seal| seal.turn().ok_or_else(|| unfit("the next vnetd has the keys")));
+        let _turn = turn.transpose()?;
         let keyring = native.seal.as_deref().map(Seal::keyring);
         let tag = keyring.as_ref().filter(|_| kind == Kind::Keepalive).map_or(0, |keyring| keyring.tag());
         let key = match &keyring {

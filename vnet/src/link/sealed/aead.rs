@@ -81,6 +81,11 @@ impl SealingKey {
         self.epoch
     }
 
+    /// The link's next datagram number when the key was created.
+    pub fn first(&self) -> u64 {
+        self.first
+    }
+
     /// True when the key must not seal a batch of datagrams from number `next` on.
     #[inline]
     pub fn is_spent(&self, next: u64) -> bool {
@@ -126,6 +131,16 @@ impl OpeningKey {
     /// A key with an empty replay window.
     pub fn new(material: &[u8; MATERIAL_LEN]) -> OpeningKey {
         OpeningKey { material: Material::new(material), window: ReplayWindow::new() }
+    }
+
+    /// A key that goes on with a replay window.
+    pub fn resumed(material: &[u8; MATERIAL_LEN], window: ReplayWindow) -> OpeningKey {
+        OpeningKey { material: Material::new(material), window }
+    }
+
+    /// The numbers that the key has opened.
+    pub fn window(&self) -> &ReplayWindow {
+        &self.window
     }
 
     /// True when the key has opened a datagram.

@@ -15,10 +15,11 @@
 use std::io::Read;
 
 use rustls::pki_types::CertificateDer;
+use zeroize::Zeroizing;
 
-use super::identity::Identity;
 use super::identity::tls::{Channel, HandshakeError, Patient, one_line};
-use super::session::{Role, Session};
+use super::identity::{CertificateInfo, Identity};
+use super::session::{Role, Seal, Session};
 use crate::link::Link;
 
 /// Protocol name and version (RFC 7301). Another version gets another name.
@@ -106,9 +107,8 @@ pub(in crate::link) fn initiate<S: Patient>(
             return Err(HandshakeError(why));
         }
     };
-    let exported = channel.export(EXPORTER, &[epoch])?;
-    let session = Session::new(&exported, Role::Initiator, epoch, link.next_number(), (chain, info));
-    seal.accept(session.with_application_secret(channel.export(APPLICATIONS, &[epoch])?));
+    let session = session(&channel, Role::Initiator, epoch, (link, (chain, info)))?;
+    accept(seal, session)?;
     seal.switch(epoch);
     channel.send(&HandshakeMessage::Confirm(epoch).to_bytes())?;
     channel.close();
@@ -145,9 +145,8 @@ pub(in crate::link) fn agree<'l, S: Patient>(
     let seal = link.seal().ok_or_else(not_sealed)?;
     let Some(under_way) = seal.begin_handshake() else { return refuse(channel, BUSY.into()) };
     let epoch = seal.next_epoch();
-    let exported = channel.export(EXPORTER, &[epoch])?;
-    let session = Session::new(&exported, Role::Responder, epoch, link.next_number(), (chain, info));
-    seal.accept(session.with_application_secret(channel.export(APPLICATIONS, &[epoch])?));
+    let session = session(&channel, Role::Responder, epoch, (link, (chain, info)))?;
+    accept(seal, session)?;
     channel.send(&HandshakeMessage::Accept(epoch).to_bytes())?;
     match HandshakeMessage::read(&mut channel)? {
         HandshakeMessage::Confirm(confirmed) if confirmed == epoch => {
@@ -159,6 +158,24 @@ pub(in crate::link) fn agree<'l, S: Patient>(
         HandshakeMessage::Refuse(why) => Err(HandshakeError::refused("the other host", &why)),
         _ => Err(HandshakeError::unexpected_message()),
     }
+}
+
+/// The session of `epoch` that this TLS connection gives a link with the other host's certificates.
+fn session<S: Patient>(
+    channel: &Channel<S>,
+    role: Role,
+    epoch: u8,
+    (link, certificates): (&Link, (Vec<CertificateDer<'static>>, CertificateInfo)),
+) -> Result<Session, HandshakeError> {
+    let exported = Zeroizing::new(channel.export(EXPORTER, &[epoch])?);
+    let secret = Zeroizing::new(channel.export(APPLICATIONS, &[epoch])?);
+    let session = Session::new(&exported, role, epoch, link.next_number(), certificates);
+    Ok(session.with_application_secret(secret))
+}
+
+fn accept(seal: &Seal, session: Session) -> Result<(), HandshakeError> {
+    let accepted = seal.accept(session);
+    accepted.then_some(()).ok_or_else(|| HandshakeError("another vnetd takes over".into()))
 }
 
 fn refuse<S: Patient, T>(mut channel: Channel<S>, why: String) -> Result<T, HandshakeError> {

@@ -15,7 +15,7 @@ use super::sync::{AtomicU64, Relaxed};
 pub const SPAN: u64 = 8192;
 pub(super) const BLOCK_BITS: u32 = 4;
 /// One more than the span has blocks, because the highest number may be the first of its block.
-pub(super) const SLOTS: u64 = (SPAN >> BLOCK_BITS) + 1;
+pub const SLOTS: u64 = (SPAN >> BLOCK_BITS) + 1;
 /// Bits of a slot that mark numbers; the others are the low 48 bits of the block number.
 const MARKS: u64 = 0xffff;
 
@@ -66,6 +66,17 @@ impl ReplayWindow {
     /// An empty window, which accepts any first number.
     pub fn new() -> ReplayWindow {
         ReplayWindow { slots: (0..SLOTS).map(|_| AtomicU64::new(0)).collect() }
+    }
+
+    /// A window that goes on with the [`slots`](ReplayWindow::slots) of another one; `None` if they are not as many.
+    pub fn resumed(slots: &[u64]) -> Option<ReplayWindow> {
+        let has_all = slots.len() as u64 == SLOTS;
+        has_all.then(|| ReplayWindow { slots: slots.iter().map(|slot| AtomicU64::new(*slot)).collect() })
+    }
+
+    /// The slots, for the next vnetd; none may be marked meanwhile.
+    pub fn slots(&self) -> impl ExactSizeIterator<Item = u64> {
+        self.slots.iter().map(|slot| slot.load(Relaxed))
     }
 
     /// True when `number` was marked, or is below the window.

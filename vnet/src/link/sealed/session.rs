@@ -11,6 +11,10 @@
 //!
 //! Each side opens with a new key before the other side seals with it, and with the old key until datagrams in flight have
 //! arrived, so a rekey under traffic loses nothing. Dispatchers use a [`Keyring`], which is replaced as a whole.
+//!
+//! When a new vnetd takes over, the sessions go on there (link/succession.rs). From [`Seal::begin_hand_over`] on, no thread of this
+//! process seals or changes sessions: each does so within a [`Turn`], and there are none any more. Dispatchers seal without a turn;
+//! they stand still before.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 use std::sync::{Arc, Weak};
@@ -18,8 +22,9 @@ use std::time::{Duration, Instant};
 
 use arc_swap::{ArcSwap, Guard};
 use aws_lc_rs::{hkdf, hmac};
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 use rustls::pki_types::CertificateDer;
+use zeroize::Zeroizing;
 
 use super::aead::{MATERIAL_LEN, OpeningKey, SealingKey};
 use super::identity::{CertificateInfo, Claims};
@@ -60,22 +65,24 @@ pub(in crate::link) enum Role {
 /// The keys of one handshake.
 pub(in crate::link) struct Session {
     pub(in crate::link) epoch: u8,
-    sealing: Arc<SealingKey>,
-    opening: Arc<OpeningKey>,
+    pub(in crate::link) sealing: Arc<SealingKey>,
+    pub(in crate::link) opening: Arc<OpeningKey>,
+    /// What the keys were made from, for the next vnetd.
+    pub(in crate::link) exported: Zeroizing<Exported>,
     /// The other host's certificate, followed by those of its issuers.
     pub(in crate::link) chain: Vec<CertificateDer<'static>>,
     pub(in crate::link) info: CertificateInfo,
     claims: Option<Arc<Claims>>,
-    role: Role,
-    application_secret: Option<ApplicationSecret>,
+    pub(in crate::link) role: Role,
+    pub(in crate::link) application_secret: Option<Zeroizing<ApplicationSecret>>,
     /// Keepalive tags: of this host's keepalives, and of the peer's.
     tags: (u32, u32),
-    made: Instant,
-    stage: Stage,
+    pub(in crate::link) made: Instant,
+    pub(in crate::link) stage: Stage,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Stage {
+pub(in crate::link) enum Stage {
     /// The key opens; the session becomes current when the other side uses it.
     Pending,
     /// The key seals and opens.
@@ -99,30 +106,31 @@ impl Session {
         first: u64,
         (chain, info): (Vec<CertificateDer<'static>>, CertificateInfo),
     ) -> Session {
-        let (initiator, responder) = exported.split_at(MATERIAL_LEN);
-        let (ours, theirs) = match role {
-            Role::Initiator => (initiator, responder),
-            Role::Responder => (responder, initiator),
-        };
-        let half =
-            |bytes: &[u8]| -> [u8; MATERIAL_LEN] { bytes.try_into().expect("half of what was exported") };
+        let [ours, theirs] = halves(exported, role);
         Session {
             epoch,
-            sealing: Arc::new(SealingKey::new(&half(ours), epoch, first)),
-            opening: Arc::new(OpeningKey::new(&half(theirs))),
+            sealing: Arc::new(SealingKey::new(&ours, epoch, first)),
+            opening: Arc::new(OpeningKey::new(&theirs)),
+            exported: Zeroizing::new(*exported),
             claims: (info.claims != Claims::default()).then(|| Arc::new(info.claims.clone())),
             chain,
             info,
             role,
             application_secret: None,
-            tags: (tag(&half(ours)), tag(&half(theirs))),
+            tags: (tag(&ours), tag(&theirs)),
             made: Instant::now(),
             stage: Stage::Pending,
         }
     }
 
+    /// What the opening key is made from.
+    pub(in crate::link) fn opening_material(&self) -> Zeroizing<[u8; MATERIAL_LEN]> {
+        let [_, theirs] = halves(&self.exported, self.role);
+        theirs
+    }
+
     /// From now on keys of applications are derived from this secret.
-    pub(in crate::link) fn with_application_secret(self, secret: ApplicationSecret) -> Session {
+    pub(in crate::link) fn with_application_secret(self, secret: Zeroizing<ApplicationSecret>) -> Session {
         Session { application_secret: Some(secret), ..self }
     }
 
@@ -131,12 +139,22 @@ impl Session {
     fn application_keys(&self, opens: bool, context: &[u8]) -> Option<ApplicationKeys> {
         let secret = self.application_secret.as_ref()?;
         let by_initiator = u8::from((self.role == Role::Initiator) == opens);
-        let secret = hkdf::Salt::new(hkdf::HKDF_SHA256, &[]).extract(secret);
+        let secret = hkdf::Salt::new(hkdf::HKDF_SHA256, &[]).extract(&**secret);
         let mut keys = [0; size_of::<ApplicationKeys>()];
         let info = [APPLICATION_LABEL, &[by_initiator], context];
         secret.expand(&info, ApplicationKeysLen).and_then(|derived| derived.fill(&mut keys)).ok()?;
         Some(keys)
     }
+}
+
+/// Key and salt of this host's direction, then of the other one's.
+fn halves(exported: &Exported, role: Role) -> [Zeroizing<[u8; MATERIAL_LEN]>; 2] {
+    let (initiator, responder) = exported.split_at(MATERIAL_LEN);
+    let (ours, theirs) = match role {
+        Role::Initiator => (initiator, responder),
+        Role::Responder => (responder, initiator),
+    };
+    [ours, theirs].map(|half| Zeroizing::new(half.try_into().expect("half of what was exported")))
 }
 
 /// The tag that identifies a session and direction in a keepalive's header, for a receiver that does not know the source. It
@@ -202,7 +220,9 @@ pub(in crate::link) struct Seal {
     pub(in crate::link) peer: String,
     keyring: ArcSwap<Keyring>,
     /// Sessions, oldest first; at most one per epoch.
-    sessions: Mutex<Vec<Session>>,
+    pub(in crate::link) sessions: Mutex<Vec<Session>>,
+    /// True while the keys are the next vnetd's.
+    handed: RwLock<bool>,
     clock: Clock,
     /// Round trip in microseconds; 0: unknown.
     rtt_us: AtomicU32,
@@ -238,6 +258,7 @@ impl Seal {
             peer,
             keyring: ArcSwap::default(),
             sessions: Mutex::default(),
+            handed: RwLock::default(),
             clock: Clock::default(),
             rtt_us: AtomicU32::new(0),
             rekey: AtomicBool::new(false),
@@ -254,21 +275,62 @@ impl Seal {
         self.keyring.load()
     }
 
+    /// Leave to seal, or to change sessions: what is sealed meanwhile is not handed over with an old number. `None` once the keys are the
+    /// next vnetd's.
+    pub(in crate::link) fn turn(&self) -> Option<Turn<'_>> {
+        let handed = self.handed.read();
+        (!*handed).then_some(Turn { _handed: handed })
+    }
+
+    /// Waits until no thread has a turn, and gives none any more.
+    pub(in crate::link) fn begin_hand_over(&self) {
+        *self.handed.write() = true;
+    }
+
+    /// The next vnetd has failed: turns are given again. `used`: it may have used the keys, which are therefore discarded.
+    pub(in crate::link) fn end_hand_over(&self, used: bool) {
+        let mut handed = self.handed.write();
+        if std::mem::take(&mut *handed) && used {
+            let mut sessions = self.sessions.lock();
+            sessions.clear();
+            self.publish(&sessions);
+        }
+    }
+
+    /// Goes on with the sessions of the vnetd before, oldest first. Nothing uses the link yet.
+    pub(in crate::link) fn resume(
+        &self,
+        sessions: Vec<Session>,
+        Resumed { is_up, asks_rekey, rtt_us }: Resumed,
+    ) {
+        self.rekey.store(asks_rekey, Relaxed);
+        self.rtt_us.store(rtt_us, Relaxed);
+        if is_up {
+            self.state.lock().0 = LinkState::Up;
+        }
+        let mut held = self.sessions.lock();
+        *held = sessions;
+        self.publish(&held);
+    }
+
     /// The epoch of the next session, which the responder chooses.
     pub(in crate::link) fn next_epoch(&self) -> u8 {
         self.sessions.lock().last().map_or(0, |session| (session.epoch + 1) & 3)
     }
 
-    /// Opens with a new session's key from now on.
-    pub(in crate::link) fn accept(&self, session: Session) {
+    /// Opens with a new session's key from now on. Returns false if the next vnetd has the keys.
+    pub(in crate::link) fn accept(&self, session: Session) -> bool {
+        let Some(_turn) = self.turn() else { return false };
         let mut sessions = self.sessions.lock();
         sessions.retain(|old| old.epoch != session.epoch);
         sessions.push(session);
         self.publish(&sessions);
+        true
     }
 
-    /// Seals with the key of `epoch` from now on. Returns false when that key no longer exists.
+    /// Seals with the key of `epoch` from now on. Returns false when that key no longer exists, or the next vnetd has it.
     pub(in crate::link) fn switch(&self, epoch: u8) -> bool {
+        let Some(_turn) = self.turn() else { return false };
         let mut sessions = self.sessions.lock();
         self.switch_to(&mut sessions, epoch)
     }
@@ -292,6 +354,7 @@ impl Seal {
     /// Switches to a key with which the peer already seals. Discards retired keys after [`OVERLAP`], unused keys after
     /// [`PENDING_MAX`], and all keys that are older than `age_max`.
     pub(in crate::link) fn expire(&self, now: Instant, age_max: Duration) {
+        let Some(_turn) = self.turn() else { return };
         let mut sessions = self.sessions.lock();
         let used = sessions
             .iter()
@@ -442,6 +505,22 @@ impl Seal {
             self.rtt_us.store(rtt_us, Relaxed);
         }
     }
+}
+
+/// What a sealed link goes on with besides its sessions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::link) struct Resumed {
+    /// The peer is heard.
+    pub(in crate::link) is_up: bool,
+    /// A rekey was requested.
+    pub(in crate::link) asks_rekey: bool,
+    /// Round trip in microseconds; 0: unknown.
+    pub(in crate::link) rtt_us: u32,
+}
+
+/// See [`Seal::turn`].
+pub(in crate::link) struct Turn<'a> {
+    _handed: RwLockReadGuard<'a, bool>,
 }
 
 /// A handshake in progress; ends when dropped.

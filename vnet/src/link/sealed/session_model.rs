@@ -18,7 +18,7 @@ const STEPS: u64 = 5;
 fn step(hosts: &[Arc<Link>; 2], from: usize, (step, seed): (u64, u8), (confirmed, now): (bool, Instant)) {
     let [a, b] = [&hosts[from], &hosts[1 - from]].map(|link| link.seal().unwrap());
     match step {
-        0 => b.accept(session(Role::Responder, b.next_epoch(), seed)),
+        0 => _ = b.accept(session(Role::Responder, b.next_epoch(), seed)),
         1 => {
             let epoch = b.sessions.lock().last().unwrap().epoch;
             a.accept(session(Role::Initiator, epoch, seed));

@@ -4,6 +4,7 @@ use std::io;
 use std::net::{IpAddr, TcpListener, TcpStream};
 use std::os::fd::AsFd;
 use std::sync::Arc;
+use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustls::pki_types::CertificateDer;
@@ -24,6 +25,11 @@ impl KeeperState {
     pub(super) fn accept_all(self: &Arc<Self>, listener: &TcpListener) {
         let mut refusals = LogLimit::default();
         while !self.is_stopping() {
+            if self.is_resting() {
+                // Connections wait for the vnetd that keeps the links.
+                std::thread::sleep(Duration::from_millis(10));
+                continue;
+            }
             let timeout = Timespec { tv_sec: 0, tv_nsec: 200_000_000 };
             let ready = poll(&mut [PollFd::new(&listener.as_fd(), PollFlags::IN)], Some(&timeout));
             if !matches!(ready, Ok(1)) {

@@ -17,7 +17,8 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::net::{SocketAddr, TcpStream};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, OnceLock};
 use std::thread::{JoinHandle, Thread};
@@ -30,6 +31,7 @@ use super::handshake_gate::HandshakeGate;
 use super::identity::IdentityStore;
 use super::identity::tls::{Channel, HandshakeError};
 use super::session::Seal;
+use crate::inherit::{self, Inheritance};
 use crate::link::Link;
 use crate::link::socket::tcp::listening;
 use crate::listen::until_free;
@@ -57,6 +59,8 @@ pub struct KeeperOptions {
     pub courier: Box<dyn KeepaliveSender>,
     /// Lets other hosts meet at this host.
     pub relay: Option<Arc<dyn GuestService>>,
+    /// What a running vnetd hands over. The keeper then rests until it has links.
+    pub inheritance: Option<Arc<Inheritance>>,
 }
 
 /// Sends the keeper's datagrams. A datagram that cannot be sent counts as lost.
@@ -135,6 +139,10 @@ struct KeeperState {
     /// Numbers of handshakes that this host has in progress: direct ones, and those at a relay.
     initiated: [AtomicUsize; 2],
     stopping: AtomicBool,
+    /// True while another vnetd keeps the links: a running one until this one has links, or the next one that is about to take over.
+    resting: AtomicBool,
+    /// True to check all certificates at the next check.
+    verify_now: AtomicBool,
     /// True to read the identity's files now.
     refresh: AtomicBool,
     /// True to send keepalives at the next check, because a link has new keys.
@@ -146,6 +154,7 @@ struct KeeperState {
 /// Maintains the sealed links of a host. Stops on drop; handshakes in progress end by themselves.
 pub struct Keeper {
     state: Arc<KeeperState>,
+    listener: Arc<TcpListener>,
     threads: Vec<JoinHandle<()>>,
 }
 
@@ -153,10 +162,16 @@ impl Keeper {
     /// Listens and starts the threads, without links.
     pub fn start(options: KeeperOptions) -> Result<Keeper, KeeperError> {
         let listen = options.listen;
-        let listener =
-            until_free(|| listening(listen)).map_err(|error| KeeperError::Listen(listen, error))?;
+        let missing = || io::Error::other("the running vnetd does not hand over the listener");
+        let listener = match &options.inheritance {
+            Some(inheritance) => {
+                inheritance.take_one(inherit::SEALED).map(TcpListener::from).ok_or_else(missing)
+            }
+            None => until_free(|| listening(listen)),
+        };
+        let listener = Arc::new(listener.map_err(|error| KeeperError::Listen(listen, error))?);
         let state = Arc::new(KeeperState::new(options));
-        let mut keeper = Keeper { state: state.clone(), threads: vec![] };
+        let mut keeper = Keeper { state: state.clone(), listener: listener.clone(), threads: vec![] };
         let (ticking, accepting) = (state.clone(), state);
         keeper.threads.push(spawn("seal-keeper", move || ticking.keep()).map_err(KeeperError::Thread)?);
         let accept = move || {
@@ -167,12 +182,32 @@ impl Keeper {
         Ok(keeper)
     }
 
+    /// A duplicate of the listener.
+    ///
+    /// # Errors
+    /// The kernel has no descriptor left.
+    pub fn descriptor(&self) -> io::Result<OwnedFd> {
+        self.listener.as_fd().try_clone_to_owned()
+    }
+
+    /// Starts no handshakes and accepts none, until [`Keeper::go_on`]: the next vnetd does. What is under way fails by itself
+    /// (link/succession.rs).
+    pub fn rest(&self) {
+        self.state.resting.store(true, Relaxed);
+    }
+
+    /// Ends [`Keeper::rest`].
+    pub fn go_on(&self) {
+        self.state.resting.store(false, Relaxed);
+        self.state.wake();
+    }
+
     /// Maintains exactly the sealed links among `links` from now on.
     pub fn set_links(&self, links: &[Arc<Link>]) {
         let sealed: Vec<_> = links.iter().filter(|link| link.seal().is_some()).cloned().collect();
         self.state.progress.lock().retain(|id, _| sealed.iter().any(|link| link.id == *id));
         *self.state.links.lock() = sealed;
-        self.state.wake();
+        self.go_on();
     }
 
     /// This host's certificate, and the authorities that it trusts.
@@ -208,6 +243,7 @@ fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> io::Result<JoinHand
 impl KeeperState {
     /// Creates the state, without links and threads.
     fn new(options: KeeperOptions) -> KeeperState {
+        let is_heir = options.inheritance.is_some();
         KeeperState {
             options,
             links: Mutex::default(),
@@ -216,6 +252,9 @@ impl KeeperState {
             failures: Default::default(),
             initiated: Default::default(),
             stopping: AtomicBool::new(false),
+            resting: AtomicBool::new(is_heir),
+            // The sessions of the vnetd before may be of certificates that are revoked in this one's files.
+            verify_now: AtomicBool::new(is_heir),
             refresh: AtomicBool::new(false),
             has_news: AtomicBool::new(false),
             keeper: OnceLock::new(),
@@ -235,6 +274,10 @@ impl KeeperState {
     fn announce_keys(&self) {
         self.has_news.store(true, Relaxed);
         self.wake();
+    }
+
+    fn is_resting(&self) -> bool {
+        self.resting.load(Relaxed)
     }
 
     fn is_stopping(&self) -> bool {

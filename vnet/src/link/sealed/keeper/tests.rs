@@ -27,6 +27,7 @@ fn keeper(folder: &Path, name: &str, peer: &str) -> (Arc<KeeperState>, Arc<Link>
         rekey: Duration::from_secs(3600),
         courier: Box::new(NoCourier),
         relay: None,
+        inheritance: None,
     };
     let state = Arc::new(KeeperState::new(options));
     let (networks, mtu, kind) = (None, None, LinkKind::default());

@@ -32,6 +32,10 @@ impl KeeperState {
         let _ = self.keeper.set(std::thread::current());
         let (mut refreshed, mut verified, mut ticks) = (Instant::now(), Instant::now(), 0u32);
         while !self.is_stopping() {
+            if self.is_resting() {
+                std::thread::park_timeout(TICK);
+                continue;
+            }
             let identity = self.options.identity.current();
             if self.refresh.swap(false, Relaxed) || refreshed.elapsed() >= REFRESH {
                 refreshed = Instant::now();
@@ -40,7 +44,7 @@ impl KeeperState {
                 }
             }
             let links = self.links.lock().clone();
-            if verified.elapsed() >= VERIFY {
+            if self.verify_now.swap(false, Relaxed) || verified.elapsed() >= VERIFY {
                 verified = Instant::now();
                 links.iter().for_each(|link| self.verify(link, &identity));
                 self.verify_guests(&identity);

@@ -1,0 +1,349 @@
+//! Sealed links go on in the next vnetd with their keys (`vnetd --take-over`): no handshake, no lost frame.
+//!
+//! A nonce is a key's salt and a datagram number, so a number that both vnetds used with a key would break the encryption. They never
+//! do, because of the order of steps:
+//!
+//! ```text
+//!   running                                                next
+//!   1 dispatchers stand still
+//!   2 begin_hand_over: waits for all other senders         (it has no link yet)
+//!   3 hand_over: next number, replay windows, keys  -----> SealedState::parse
+//!     sends nothing from here on                    <----- 4 says that it begins
+//!                                                          5 makes its links; resume: numbers from the handed one + MARGIN
+//!                                                          6 publishes its first setup: sends and receives
+//!   7 ends
+//! ```
+//!
+//! - Until step 6 no thread of the next vnetd has a reference to a link, except the one that makes it. So it has neither sealed nor
+//!   opened anything before it said that it begins.
+//! - If it fails, the running vnetd first makes sure that its process is dead, and reads to the end what it has said. If it has not said
+//!   that it begins, it used no key: the running vnetd goes on with its numbers and replay windows ([`Link::reclaim`]). If it has, or
+//!   if that is not certain, the running vnetd discards the keys and agrees on new ones.
+//! - [`MARGIN`] is a second line of defence: a datagram of the running vnetd that step 2 had missed would still have another number.
+//!
+//! A handshake that is under way at step 2 fails, or its session is handed over: `Seal::accept` installs it entirely or not at all. A
+//! session that the other host is yet to confirm goes on like any other.
+//!
+//! The form, all numbers little-endian:
+//!
+//! ```text
+//!   version 1 | length of the name 2, name | next number 8 | ms since the peer was heard, or all ones 8 | round trip us 4 | flags 1
+//!   family of the peer's address 1: 0 none, 4 or 6 | address 4 or 16, port 2, for family 6 scope 4 | number of sessions 1
+//!   each session, oldest first:
+//!     epoch 1 | stage 1: 0 pending, 1 current, 2 retired | role 1: 0 initiator, 1 responder | first number 8 | age ms 8
+//!     ms since it retired 8 | exported keys 72 | 0 or 1: application secret 1, secret 32 | replay window 513 * 8
+//!     certificates 1 | for each, length 4 and DER
+//! ```
+//!
+//! It holds secrets: it is kept in memory that is zeroed when it is dropped, and is never logged.
+
+use std::net::{SocketAddr, SocketAddrV6};
+use std::time::{Duration, Instant};
+
+use rustls::pki_types::CertificateDer;
+use zeroize::Zeroizing;
+
+use super::link::Link;
+use super::sealed::aead::OpeningKey;
+use super::sealed::identity::CertificateInfo;
+use super::sealed::replay::{ReplayWindow, SLOTS};
+use super::sealed::session::{Exported, Resumed, Role, Session, Stage};
+use super::state::LinkState;
+use super::{first_number, normalised};
+
+/// The form, in memory that is zeroed when it is dropped.
+pub type SealedBytes = Zeroizing<Vec<u8>>;
+/// Maximum length of the form in bytes: four sessions, whose certificates came by handshakes of at most 128 KiB.
+pub const SEALED_STATE_MAX: usize = 1 << 20;
+/// Numbers that the next vnetd leaves out: more than a running one could send besides frames until it ends.
+const MARGIN: u64 = 1 << 16;
+const VERSION: u8 = 1;
+/// Maximum numbers of sessions, one per epoch, and of certificates of one.
+const SESSIONS_MAX: u8 = 4;
+const CERTIFICATES_MAX: u8 = 32;
+const UP: u8 = 0x01;
+const ASKS_REKEY: u8 = 0x02;
+/// Maximum age of a session in ms: 34 years.
+const AGE_MAX_MS: u64 = 1 << 40;
+const NEVER: u64 = u64::MAX;
+const SECRET_LEN: usize = 32;
+
+/// Error of a form: it is not that of a sealed link of this version.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("not the state of a sealed link: {0}")]
+pub struct SuccessionError(&'static str);
+
+/// A sealed link of the running vnetd, with its keys.
+pub struct SealedState {
+    name: String,
+    number: u64,
+    /// Time since the peer was heard.
+    silent_ms: Option<u64>,
+    remote: Option<SocketAddr>,
+    resumed: Resumed,
+    sessions: Vec<Session>,
+}
+
+impl std::fmt::Debug for SealedState {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        // Never the keys.
+        write!(f, "SealedState({}, {:?})", self.name, self.sessions)
+    }
+}
+
+impl Link {
+    /// Step 2: no thread except dispatchers, which stand still, seals or opens any more, nor changes keys. Has no effect on a link that
+    /// is not sealed.
+    pub fn begin_hand_over(&self) {
+        if let Some(seal) = self.seal() {
+            seal.begin_hand_over();
+        }
+    }
+
+    /// Step 3, after [`Link::begin_hand_over`]: the form. `now_ms` is on the dispatchers' clock. `None` for a link that is not sealed.
+    pub fn hand_over(&self, now_ms: u64) -> Option<SealedBytes> {
+        let seal = self.seal()?;
+        let sessions = seal.sessions.lock();
+        let certificates: usize =
+            sessions.iter().flat_map(|session| &session.chain).map(|one| 4 + one.len()).sum();
+        let fixed = 128 + SLOTS as usize * 8 + size_of::<Exported>() + SECRET_LEN;
+        // Written without growing: a vector that grows leaves its former bytes in freed memory.
+        let len = 64 + self.name().len() + sessions.len() * fixed + certificates;
+        let mut out = SealedBytes::new(Vec::with_capacity(len));
+        out.push(VERSION);
+        out.extend_from_slice(&(self.name().len() as u16).to_le_bytes());
+        out.extend_from_slice(self.name().as_bytes());
+        out.extend_from_slice(&self.next_number().to_le_bytes());
+        let silent_ms = self.heard_ms().map_or(NEVER, |heard| now_ms.saturating_sub(heard));
+        out.extend_from_slice(&silent_ms.to_le_bytes());
+        out.extend_from_slice(&seal.rtt_us().unwrap_or(0).to_le_bytes());
+        let is_up = if seal.state() == LinkState::Up { UP } else { 0 };
+        out.push(is_up | if seal.is_rekey_requested() { ASKS_REKEY } else { 0 });
+        write_address(self.remote(), &mut out);
+        out.push(sessions.len() as u8);
+        sessions.iter().for_each(|session| write_session(session, &mut out));
+        debug_assert!(out.len() <= len);
+        Some(out)
+    }
+
+    /// Step 5: goes on with a link of the vnetd before. Nothing may use this link yet.
+    pub fn resume(&self, state: SealedState, now_ms: u64) {
+        let (Some(seal), Some(native)) = (self.seal(), self.native()) else { return };
+        self.number_from(state.number + MARGIN);
+        if let Some(silent_ms) = state.silent_ms {
+            self.heard(now_ms.saturating_sub(silent_ms));
+        }
+        if let Some(remote) = state.remote.filter(|remote| self.remote() != Some(*remote)) {
+            native.place.move_to(remote);
+        }
+        seal.resume(state.sessions, state.resumed);
+    }
+
+    /// The next vnetd has failed, and its process is dead: uses the keys again, while dispatchers still stand still. `used`: it may have
+    /// used them, so they are discarded.
+    pub fn reclaim(&self, used: bool) {
+        let Some(seal) = self.seal() else { return };
+        if used {
+            // Above the numbers of the other vnetd, so that the peer takes none for an old one.
+            self.skip_numbers_to(first_number());
+            self.skip_numbers_to(self.next_number().saturating_add(2 * MARGIN));
+        }
+        seal.end_hand_over(used);
+    }
+}
+
+fn write_address(remote: Option<SocketAddr>, out: &mut Vec<u8>) {
+    match remote {
+        None => out.push(0),
+        Some(SocketAddr::V4(at)) => {
+            out.push(4);
+            out.extend_from_slice(&at.ip().octets());
+            out.extend_from_slice(&at.port().to_le_bytes());
+        }
+        Some(SocketAddr::V6(at)) => {
+            out.push(6);
+            out.extend_from_slice(&at.ip().octets());
+            out.extend_from_slice(&at.port().to_le_bytes());
+            out.extend_from_slice(&at.scope_id().to_le_bytes());
+        }
+    }
+}
+
+fn write_session(session: &Session, out: &mut Vec<u8>) {
+    let ms = |since: Instant| (since.elapsed().as_millis() as u64).to_le_bytes();
+    let (stage, retired) = match session.stage {
+        Stage::Pending => (0, [0; 8]),
+        Stage::Current => (1, [0; 8]),
+        Stage::Retired(since) => (2, ms(since)),
+    };
+    out.extend_from_slice(&[session.epoch, stage, u8::from(session.role == Role::Responder)]);
+    out.extend_from_slice(&session.sealing.first().to_le_bytes());
+    out.extend_from_slice(&ms(session.made));
+    out.extend_from_slice(&retired);
+    out.extend_from_slice(&*session.exported);
+    out.push(u8::from(session.application_secret.is_some()));
+    session.application_secret.iter().for_each(|secret| out.extend_from_slice(&**secret));
+    session.opening.window().slots().for_each(|slot| out.extend_from_slice(&slot.to_le_bytes()));
+    out.push(session.chain.len() as u8);
+    for certificate in &session.chain {
+        out.extend_from_slice(&(certificate.len() as u32).to_le_bytes());
+        out.extend_from_slice(certificate);
+    }
+}
+
+impl SealedState {
+    /// Name of the link.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Reads a form.
+    ///
+    /// # Errors
+    /// It is not one, or it contradicts itself.
+    pub fn parse(bytes: &[u8]) -> Result<SealedState, SuccessionError> {
+        if bytes.len() > SEALED_STATE_MAX {
+            return Err(SuccessionError("it is too long"));
+        }
+        let mut from = Reader(bytes);
+        if from.u8()? != VERSION {
+            return Err(SuccessionError("another version"));
+        }
+        let len = from.u16()?;
+        let name = std::str::from_utf8(from.take(len.into())?).map_err(|_| SuccessionError("its name"))?;
+        let number = from.u64()?;
+        let silent_ms = Some(from.u64()?).filter(|ms| *ms != NEVER);
+        let (rtt_us, flags) = (from.u32()?, from.u8()?);
+        if flags & !(UP | ASKS_REKEY) != 0 {
+            return Err(SuccessionError("an unknown flag"));
+        }
+        let resumed = Resumed { is_up: flags & UP != 0, asks_rekey: flags & ASKS_REKEY != 0, rtt_us };
+        let remote = read_address(&mut from)?;
+        let sessions = read_sessions(&mut from)?;
+        let firsts = sessions.iter().map(|session| session.sealing.first());
+        // Ends before the numbers do.
+        if firsts.max().is_some_and(|first| first > number) || number.checked_add(1 << 48).is_none() {
+            return Err(SuccessionError("a datagram number"));
+        }
+        if !from.0.is_empty() {
+            return Err(SuccessionError("bytes follow it"));
+        }
+        Ok(SealedState { name: name.into(), number, silent_ms, remote, resumed, sessions })
+    }
+}
+
+fn read_address(from: &mut Reader<'_>) -> Result<Option<SocketAddr>, SuccessionError> {
+    match from.u8()? {
+        0 => Ok(None),
+        4 => Ok(Some(SocketAddr::new(from.array::<4>()?.into(), from.u16()?))),
+        6 => {
+            let (ip, port, scope) = (from.array::<16>()?.into(), from.u16()?, from.u32()?);
+            Ok(Some(normalised(SocketAddrV6::new(ip, port, 0, scope).into())))
+        }
+        _ => Err(SuccessionError("an address of an unknown family")),
+    }
+}
+
+fn read_sessions(from: &mut Reader<'_>) -> Result<Vec<Session>, SuccessionError> {
+    let count = from.u8()?;
+    if count > SESSIONS_MAX {
+        return Err(SuccessionError("too many sessions"));
+    }
+    let sessions = (0..count).map(|_| read_session(from)).collect::<Result<Vec<_>, _>>()?;
+    let mut epochs = [false; 4];
+    let is_new = |session: &Session| !std::mem::replace(&mut epochs[usize::from(session.epoch)], true);
+    let current = sessions.iter().filter(|session| session.stage == Stage::Current).count();
+    if !sessions.iter().all(is_new) || current > 1 {
+        return Err(SuccessionError("sessions that contradict each other"));
+    }
+    Ok(sessions)
+}
+
+fn read_session(from: &mut Reader<'_>) -> Result<Session, SuccessionError> {
+    let epoch = Some(from.u8()?).filter(|epoch| *epoch < 4).ok_or(SuccessionError("an epoch"))?;
+    let stage = from.u8()?;
+    let role = match from.u8()? {
+        0 => Role::Initiator,
+        1 => Role::Responder,
+        _ => return Err(SuccessionError("a role")),
+    };
+    let first = from.u64()?;
+    let (made, retired) = (from.instant()?, from.instant()?);
+    let stage = match stage {
+        0 => Stage::Pending,
+        1 => Stage::Current,
+        2 => Stage::Retired(retired),
+        _ => return Err(SuccessionError("a stage")),
+    };
+    let exported: Zeroizing<Exported> = Zeroizing::new(from.array()?);
+    let secret = match from.u8()? {
+        0 => None,
+        1 => Some(Zeroizing::new(from.array::<SECRET_LEN>()?)),
+        _ => return Err(SuccessionError("an application secret")),
+    };
+    let slots = (0..SLOTS).map(|_| from.u64()).collect::<Result<Vec<_>, _>>()?;
+    let window = ReplayWindow::resumed(&slots).ok_or(SuccessionError("a replay window"))?;
+    let chain = read_certificates(from)?;
+    // Read as in a handshake. The keeper verifies the certificates at once.
+    let info = CertificateInfo::read(&chain[0]).map_err(|_| SuccessionError("a certificate"))?;
+    let mut session = Session::new(&exported, role, epoch, first, (chain, info));
+    session.opening = OpeningKey::resumed(&session.opening_material(), window).into();
+    (session.application_secret, session.made, session.stage) = (secret, made, stage);
+    Ok(session)
+}
+
+/// One or more certificates.
+fn read_certificates(from: &mut Reader<'_>) -> Result<Vec<CertificateDer<'static>>, SuccessionError> {
+    let count = from.u8()?;
+    if count == 0 || count > CERTIFICATES_MAX {
+        return Err(SuccessionError("a number of certificates"));
+    }
+    let one = |_| {
+        let len = from.u32()?;
+        Ok(CertificateDer::from(from.take(len as usize)?.to_vec()))
+    };
+    (0..count).map(one).collect()
+}
+
+/// Bytes that are left.
+struct Reader<'a>(&'a [u8]);
+
+impl<'a> Reader<'a> {
+    fn take(&mut self, len: usize) -> Result<&'a [u8], SuccessionError> {
+        let (taken, rest) = self.0.split_at_checked(len).ok_or(SuccessionError("it ends early"))?;
+        self.0 = rest;
+        Ok(taken)
+    }
+
+    fn array<const N: usize>(&mut self) -> Result<[u8; N], SuccessionError> {
+        let (taken, rest) = self.0.split_first_chunk().ok_or(SuccessionError("it ends early"))?;
+        self.0 = rest;
+        Ok(*taken)
+    }
+
+    fn u8(&mut self) -> Result<u8, SuccessionError> {
+        Ok(self.array::<1>()?[0])
+    }
+
+    fn u16(&mut self) -> Result<u16, SuccessionError> {
+        Ok(u16::from_le_bytes(self.array()?))
+    }
+
+    fn u32(&mut self) -> Result<u32, SuccessionError> {
+        Ok(u32::from_le_bytes(self.array()?))
+    }
+
+    fn u64(&mut self) -> Result<u64, SuccessionError> {
+        Ok(u64::from_le_bytes(self.array()?))
+    }
+
+    /// A time in the past, by the milliseconds since then.
+    fn instant(&mut self) -> Result<Instant, SuccessionError> {
+        let age = Some(self.u64()?).filter(|ms| *ms <= AGE_MAX_MS).map(Duration::from_millis);
+        age.and_then(|age| Instant::now().checked_sub(age)).ok_or(SuccessionError("an age"))
+    }
+}
+
+#[cfg(test)]
+#[path = "succession_tests.rs"]
+mod tests;
