@@ -83,6 +83,7 @@ fn nodes_of_one_host_take_a_ring_and_return_to_frames() {
     let name = unique();
     let daemon = Daemon::start(&name);
     let two = Two::at(ENDS, Some(&name));
+    assert!(two.nodes.iter().all(|node| !node.process().shared.inner.lock().engine.config().has_fragments));
     two.until(Attachment::SameHost);
     assert_eq!(two.message(LEN, 3), Status::Success);
     // The daemon goes in the middle of a long message: packets that were made for the ring take the cable.

@@ -6,7 +6,11 @@ use crate::proto::{Config, Kind, Shape, Span, Status};
 
 /// Two nodes with an open channel, and the key of node 1's memory.
 fn world() -> (World, u64) {
-    let mut world = World::new(2, &Config::default(), CLEAN, 1);
+    world_of(&Config::default())
+}
+
+fn world_of(config: &Config) -> (World, u64) {
+    let mut world = World::new(2, config, CLEAN, 1);
     let key = world.register(1, 1 << 20, 3 << 20, None);
     write(&mut world, key, 8);
     (world, key)
@@ -39,6 +43,19 @@ fn large_operations_go_through_a_ring_in_large_packets() {
     // Six times 48 packets of data, and acknowledgements.
     assert!(world.has_rings() && world.ring_packets < 1000, "{}", world.ring_packets);
     assert_eq!(world.nodes.iter().map(|node| node.engine.counters().resent).sum::<u64>(), 0);
+}
+
+/// One that finds the ring full or gone takes the network.
+#[test]
+fn where_nothing_fragments_packets_for_a_ring_fit_the_network() {
+    const LEN: usize = 1 << 20;
+    let config = Config { has_fragments: false, ..Config::default() };
+    let (mut world, key) = world_of(&config);
+    world.share();
+    write(&mut world, key, LEN);
+    let least = LEN / config.datagram_max;
+    assert!(world.has_rings() && world.ring_packets as usize > least, "{}", world.ring_packets);
+    assert!(world.nodes[0].memory[..LEN] == world.nodes[1].memory[1 << 20..][..LEN]);
 }
 
 #[test]
