@@ -34,9 +34,7 @@ def topology(request: pytest.FixtureRequest) -> Iterator[Topology]:
     topology = lab.prepare(Settings(name=NAME, containers=0, underlay_mtu=9000, mtu=9000, sealed=sealed))
     try:
         for host in topology.hosts:
-            # Large frames are copied: test_cut_through.py tests zero copy.
-            text = configuration(topology, host, request.param)
-            host.file(".toml").write_text(text.replace("[bridge]\n", '[bridge]\nzero_copy = "off"\n'))
+            host.file(".toml").write_text(configuration(topology, host, request.param))
             lab.start_daemon(topology, host)
         image = ensure_image(lab.CACHE)
         guests = topology.machines()

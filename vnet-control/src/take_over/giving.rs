@@ -125,6 +125,7 @@ impl Engine {
             removed: self.retired.clone(),
             sightings: self.core.learned().sightings(self.core.now_ms()),
             learned: self.core.learned().stats(),
+            zero_copies: self.core.zero_copies(),
             flows,
         }
     }

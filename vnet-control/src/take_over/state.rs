@@ -72,6 +72,9 @@ pub struct Last {
     pub sightings: Vec<Sighting>,
     /// Their counters.
     pub learned: LearnedStats,
+    /// Numbers of the next messages without a copy, by socket.
+    #[serde(default)]
+    pub zero_copies: BTreeMap<String, u32>,
     /// What has been counted of the kernel's flows.
     pub flows: Vec<Counted>,
 }

@@ -138,6 +138,7 @@ impl Engine {
         }
         let kind = |port| kinds.get(&port).copied();
         self.core.learned().resume(&last.sightings, last.learned, kind, now_ms);
+        self.core.resume_zero_copies(&last.zero_copies);
         self.core.succeed(last.flows);
         self.subscribe(&last.sightings);
         self.interfaces.values().for_each(|live| live.interface.start());

@@ -3,6 +3,7 @@
 //! `publish` returns when all dispatchers have adopted the new setup (`shared`): from then on none uses a port or link that the new
 //! setup lacks.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, OwnedFd};
@@ -26,6 +27,7 @@ use crate::frame::{BATCH_MAX, PortId};
 use crate::inherit::{self, Inheritance};
 use crate::kernel::{Counted, Kernel, Outlive, PinOptions};
 use crate::link::path::prober::Prober;
+use crate::link::socket::udp::Socket;
 use crate::link::{
     self, Bridge, BridgeError, Courier, Link, PathWatch, ReassemblyBudget, Receiver, ZeroCopy, stream,
 };
@@ -148,7 +150,7 @@ pub struct Core {
     courier: Courier,
     prober: Prober,
     /// The bridge's sockets by name, for the next vnetd.
-    sockets: Vec<(String, Arc<dyn AsFd + Send + Sync>)>,
+    sockets: Vec<(String, Arc<Socket>)>,
 }
 
 /// A core that stands still: no dispatcher takes a frame, and the kernel's own path changes no flow. Dropping it lets the core go on.
@@ -244,9 +246,8 @@ impl Core {
     /// Why the next vnetd could not take over, in one line.
     pub fn descriptors(&self) -> Result<Vec<(String, OwnedFd)>, String> {
         let failed = |error: io::Error| format!("cannot duplicate a descriptor: {error}");
-        let duplicate = |(name, socket): &(String, Arc<dyn AsFd + Send + Sync>)| {
-            Ok((name.clone(), (**socket).as_fd().try_clone_to_owned()?))
-        };
+        let duplicate =
+            |(name, socket): &(String, Arc<Socket>)| Ok((name.clone(), socket.as_fd().try_clone_to_owned()?));
         let mut all = self.sockets.iter().map(duplicate).collect::<io::Result<Vec<_>>>().map_err(failed)?;
         if let Some(listener) = self.streams.descriptor() {
             all.push((inherit::STREAMS.into(), listener.map_err(failed)?));
@@ -268,6 +269,18 @@ impl Core {
     pub fn stand_still(&self) -> Option<Still<'_>> {
         let kernel = self.shared.kernel_path().map(KernelPath::stand_still);
         Some(Still { _crew: self.crew.stand_still()?, _kernel: kernel })
+    }
+
+    /// The numbers of the next messages without a copy, by the names of the sockets.
+    pub fn zero_copies(&self) -> BTreeMap<String, u32> {
+        self.sockets.iter().map(|(name, socket)| (name.clone(), socket.zero_copies())).collect()
+    }
+
+    /// Goes on with the [`zero_copies`](Core::zero_copies) of a core that stands still. Call it before the first setup.
+    pub fn resume_zero_copies(&self, next: &BTreeMap<String, u32>) {
+        for (name, socket) in &self.sockets {
+            next.get(name).into_iter().for_each(|next| socket.set_zero_copies(*next));
+        }
     }
 
     /// Counts frames that the kernel has forwarded, and returns what has been counted of each flow.

@@ -1,7 +1,6 @@
 //! The part of all links that one dispatcher owns: its sockets, a sender and receivers.
 
 use std::net::SocketAddr;
-use std::os::fd::AsFd;
 use std::sync::Arc;
 
 use super::link::{Kind, Link};
@@ -125,10 +124,10 @@ impl Bridge {
     }
 
     /// The sockets of dispatcher `id`, by their names in an [`Inheritance`].
-    pub(crate) fn descriptors(&self, id: usize) -> Vec<(String, Arc<dyn AsFd + Send + Sync>)> {
+    pub(crate) fn descriptors(&self, id: usize) -> Vec<(String, Arc<Socket>)> {
         let own = self.tx.sockets.iter().enumerate();
-        let own = own.map(|(index, socket)| (inherit::bridge(id, index), socket.clone() as Arc<_>));
-        let vxlan = self.vxlan_rx.iter().map(|receiver| (inherit::vxlan(id), receiver.socket() as Arc<_>));
+        let own = own.map(|(index, socket)| (inherit::bridge(id, index), socket.clone()));
+        let vxlan = self.vxlan_rx.iter().map(|receiver| (inherit::vxlan(id), receiver.socket()));
         own.chain(vxlan).collect()
     }
 

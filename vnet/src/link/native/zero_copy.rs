@@ -18,7 +18,8 @@
 //! path of 1500 bytes a message holds about five datagrams, which costs more than the copy saves. Hence [`ZeroCopy::Auto`].
 //!
 //! The kernel numbers successful calls per socket from 0 on. A call that fails late may also have taken a number; its
-//! notification is then in the error queue when the call returns, so that queue is read after each error.
+//! notification is then in the error queue when the call returns, so that queue is read after each error. A vnetd that takes over goes on
+//! with the number of each socket (`vnetd --take-over`): otherwise it would wait for completions that have other numbers.
 //!
 //! A send never waits. Frames without a slot, or beyond the kernel's accounting (`ENOBUFS`: net.core.optmem_max, RLIMIT_MEMLOCK),
 //! are copied.
@@ -107,6 +108,7 @@ struct Flight {
 impl Flight {
     /// Completes messages `low` to `high`; passes those that were in flight to `done`.
     fn complete(&mut self, low: u32, high: u32, mut done: impl FnMut(InFlight)) {
+        self.begin();
         let count = high.wrapping_sub(low).saturating_add(1) as usize;
         // Failed calls may have taken numbers beyond the last one: the next message follows them.
         let bound = self.messages.len() + SLOTS;
@@ -125,6 +127,25 @@ impl Flight {
             self.messages.pop_front();
             self.first = self.first.wrapping_add(1);
         }
+        self.note();
+    }
+
+    /// Adds a message that the kernel has just taken.
+    fn push(&mut self, message: InFlight) {
+        self.begin();
+        self.messages.push_back(Some(message));
+        self.note();
+    }
+
+    /// The first message in flight has the socket's next number: another vnetd may have sent messages on it before.
+    fn begin(&mut self) {
+        if self.messages.is_empty() {
+            self.first = self.socket.zero_copies();
+        }
+    }
+
+    fn note(&self) {
+        self.socket.set_zero_copies(self.first.wrapping_add(self.messages.len() as u32));
     }
 }
 
@@ -336,7 +357,7 @@ impl CutThrough {
                     sent += part.datagrams as u64;
                     stats.zero_copy.sent.add(1);
                     let message = InFlight { _hold: hold, slot: part.slot, trial: route.trial.clone() };
-                    self.flights[route.exit].messages.push_back(Some(message));
+                    self.flights[route.exit].push(message);
                     continue;
                 }
                 Err(error) => {

@@ -202,7 +202,8 @@ proptest! {
         let holds = Holds::new(64);
         let trial = Trial::new(Arc::default());
         let socket = Arc::new(Socket::bind("127.0.0.1:0".parse().unwrap(), false).unwrap());
-        let mut flight = Flight { socket, first, messages: VecDeque::new(), able: true };
+        socket.set_zero_copies(first);
+        let mut flight = Flight { socket, first: 0, messages: VecDeque::new(), able: true };
         let mut open = vec![];
         for (n, failed) in failed.iter().enumerate() {
             let number = first.wrapping_add(n as u32);
@@ -211,7 +212,7 @@ proptest! {
                 flight.complete(number, number, |_| panic!("not a message"));
             } else {
                 let hold = Hold::new(&holds, n as u16).unwrap();
-                flight.messages.push_back(Some(InFlight { _hold: hold, slot: n as u16, trial: trial.clone() }));
+                flight.push(InFlight { _hold: hold, slot: n as u16, trial: trial.clone() });
                 open.push(n);
             }
         }

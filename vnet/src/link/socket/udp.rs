@@ -22,7 +22,7 @@
 use std::io;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
-use std::sync::atomic::{AtomicU8, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU8, AtomicU32, Ordering::Relaxed};
 
 use super::buffers::{ASSUMED_MBPS, buffer_bytes};
 use super::name::{Name, Target, normalised};
@@ -42,6 +42,8 @@ pub(crate) struct Socket {
     local: SocketAddr,
     /// An [`Oversize`], or [`UNKNOWN`].
     oversize: AtomicU8,
+    /// See [`Socket::zero_copies`].
+    zero_copies: AtomicU32,
 }
 
 /// What becomes of packets larger than the path MTU (`IP_MTU_DISCOVER`).
@@ -91,7 +93,16 @@ impl Socket {
     /// A socket that a running vnetd has bound.
     pub(crate) fn inherit(fd: OwnedFd) -> io::Result<Socket> {
         let local = local_name(&fd)?.address().ok_or(io::ErrorKind::InvalidData)?;
-        Ok(Socket { fd, local, oversize: AtomicU8::new(UNKNOWN) })
+        Ok(Socket { fd, local, oversize: AtomicU8::new(UNKNOWN), zero_copies: AtomicU32::new(0) })
+    }
+
+    /// Number of the next message with `MSG_ZEROCOPY`, as the kernel counts them; a vnetd that takes the socket over goes on with it.
+    pub(crate) fn zero_copies(&self) -> u32 {
+        self.zero_copies.load(Relaxed)
+    }
+
+    pub(crate) fn set_zero_copies(&self, next: u32) {
+        self.zero_copies.store(next, Relaxed);
     }
 
     fn bound(fd: OwnedFd, listen: SocketAddr) -> io::Result<Socket> {
@@ -103,7 +114,7 @@ impl Socket {
         check(unsafe { libc::bind(fd.as_raw_fd(), name.as_ptr(), name.len()) })?;
         let local = local_name(&fd)?;
         let local = local.address().ok_or(io::ErrorKind::InvalidData)?;
-        Ok(Socket { fd, local, oversize: AtomicU8::new(UNKNOWN) })
+        Ok(Socket { fd, local, oversize: AtomicU8::new(UNKNOWN), zero_copies: AtomicU32::new(0) })
     }
 
     /// Sets both buffers to `bytes` bytes.
