@@ -14,6 +14,9 @@ from pathlib import Path
 from vnetlab import daemon
 from vnetlab.run import run, wait_until
 
+LEASE_MS_MAX = 2_250
+"""A verdict's two seconds, and a round of the thread that advances their clock."""
+
 
 @dataclass
 class Host:

@@ -162,7 +162,7 @@ def test_what_comes_by_the_wire_and_is_no_sessions_is_dropped(topology: Topology
         source, destination = (int(end.rsplit(":", 1)[1]) for end in inbound["sealed"].split(" > "))
         # Between the session's ports, but no sealed packets; sealed, but between other ports.
         forged = [frame(far, near, (source, destination), first) for first in (0x10, 0x21, 0xFF)]
-        forged += [frame(far, near, ports, 0x20) for ports in ((source, 9), (9, destination), (destination, source))]
+        forged += [frame(far, near, ports, 0x20) for ports in ((source, 9), (9, 9), (destination, source))]
         before = refused(one)
         words = ["python3", "-c", FORGER, one.address, *itertools.chain.from_iterable(itertools.repeat(forged, 5))]
         machine.execute(two, *words)

@@ -88,21 +88,21 @@ impl Engine {
     }
 
     /// Lets the datagrams of a session in `network` take the kernel's own path across the sealed link `link`: what application `by`
-    /// sends from port `own` to `peer`, and the answers. Sessions of IPv6 and those beyond the limits take the link as before.
+    /// sends from port `own` to `peer`, and the answers. What belongs to IPv6 takes the link as before, and so does what this host sends
+    /// beyond the limits. Returns false if the application must not have the session's keys.
     pub fn admit_sealed(
         &self,
         by: Application,
         who: &Wayfarer<'_>,
         (own, peer): (u16, SocketAddr),
         (network, link): (NetworkId, &str),
-    ) {
-        let (IpAddr::V4(source), SocketAddr::V4(peer)) = (who.source, peer) else { return };
+    ) -> bool {
+        let (IpAddr::V4(source), SocketAddr::V4(peer)) = (who.source, peer) else { return true };
         let out = SealedDatagram { src: SocketAddrV4::new(source, own), dst: peer };
         let interface = self.interfaces.get(who.interface);
-        if let Some((interface, link)) = interface.zip(self.links.get(link)) {
-            let (own, peer) = ((who.mac, interface.port), (who.to, link.link.port()));
-            self.sealed_sessions().admit(by, SealedSession { network, own, peer, out });
-        }
+        let Some((interface, link)) = interface.zip(self.links.get(link)) else { return false };
+        let (own, peer) = ((who.mac, interface.port), (who.to, link.link.port()));
+        self.sealed_sessions().admit(by, SealedSession { network, own, peer, out })
     }
 
     /// All sessions that were admitted and have not ended.

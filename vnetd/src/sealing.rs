@@ -169,7 +169,10 @@ impl Sealer for KeyKeeper {
             let derived = engine.application_keys(&link, request.epoch, opens, &context)?;
             let who = Wayfarer { interface: &interface, mac, source, to };
             let ends = (request.between.own.port(), request.between.peer);
-            engine.admit_sealed(Application::from_ne_bytes(name), &who, ends, (network, &link));
+            let application = Application::from_ne_bytes(name);
+            if !engine.admit_sealed(application, &who, ends, (network, &link)) {
+                return None;
+            }
             Some((derived, engine.sealed_sessions().clone()))
         });
         let ((epoch, keys), sessions) = derived.flatten().ok_or(Reach::NotYet)?;

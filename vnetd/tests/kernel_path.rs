@@ -168,7 +168,8 @@ fn flows_and_metrics_count_what_the_kernel_forwards() {
         // The first frame of a flow comes up. Nothing else of this flow is sent within the second that it takes.
         assert!((PINGS / 2..=PINGS).contains(&frames), "{flow}");
         assert_eq!(bytes, frames * PING_LEN, "{flow}");
-        assert!((1..=2000).contains(&kernel_ms), "{flow}");
+        // Two seconds, and a round of the thread that advances the leases' clock.
+        assert!((1..=2250).contains(&kernel_ms), "{flow}");
     }
     let kernel = &daemon.get("/v1/status")["kernel"];
     assert_eq!(

@@ -4,11 +4,11 @@ use std::collections::BTreeMap;
 use std::io;
 
 use super::arena::{self, Arena};
-use super::entry::{Extent, Task};
+use super::entry::{Extent, Task, ended};
 use super::translation::MAPPINGS_MAX;
 use crate::node::pages::Pages;
 use crate::proto::slab::Slab;
-use crate::proto::{Atomic, Completion, Kind, Outgoing, PostError, Receive, Shape, Span, Status};
+use crate::proto::{Atomic, Completion, Kind, Outgoing, Peer, PostError, Receive, Shape, Span, Status};
 use crate::ring::{Bell, Word};
 
 /// Maximum number of operations and posted buffers.
@@ -273,4 +273,11 @@ fn give(bell: &Bell, number: u32, pages: &Pages) -> io::Result<()> {
     let memory = pages.lend().ok_or_else(|| io::Error::other("the memory is private"))?;
     let is_told = bell.try_say(&Word::Grant(number.into(), memory));
     if is_told { Ok(()) } else { Err(io::ErrorKind::WouldBlock.into()) }
+}
+
+/// Completion of an operation that is reported when it is posted.
+pub(super) fn buffered(peer: Peer, out: &Outgoing) -> Completion {
+    let kind = if matches!(out.shape, Shape::Write { .. }) { Kind::Write } else { Kind::Send };
+    let completion = ended(kind, Status::Success, out.context, peer);
+    Completion { len: out.span.len() as u64, is_released: false, ..completion }
 }

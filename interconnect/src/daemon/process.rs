@@ -13,7 +13,7 @@ use parking_lot::{Mutex, MutexGuard};
 
 use super::arena;
 use super::entry::{Answer, Event, Submission, ended};
-use super::posting::Posting;
+use super::posting::{Posting, buffered};
 use super::queue::Queues;
 use super::served::RECEIVES_MAX;
 use crate::ether::address::Bind;
@@ -23,8 +23,8 @@ use crate::node::pages::Pages;
 use crate::node::socket::{datagram_to, wait_readable};
 use crate::node::{Attachment, Error, Options};
 use crate::proto::{
-    Access, Completion, Key, Kind, Match, Outgoing, Peer, PostError, Receive, Seen, Shape, ShareSettings,
-    Span, Status,
+    Access, Completion, Key, Kind, Match, Outgoing, Peer, PostError, Receive, Seen, ShareSettings, Span,
+    Status,
 };
 use crate::ring::{Bell, Word};
 
@@ -591,11 +591,4 @@ impl Drop for Endpoint {
         inner.posting.release_all(endpoint);
         inner.completions.remove(&endpoint);
     }
-}
-
-/// Completion of an operation that is reported when it is posted.
-fn buffered(peer: Peer, out: &Outgoing) -> Completion {
-    let kind = if matches!(out.shape, Shape::Write { .. }) { Kind::Write } else { Kind::Send };
-    let completion = ended(kind, Status::Success, out.context, peer);
-    Completion { len: out.span.len() as u64, is_released: false, ..completion }
 }

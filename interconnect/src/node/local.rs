@@ -373,6 +373,7 @@ impl Local {
         self.guest = guest.filter(|guest| watch(&self.inbox, guest.descriptor()).is_ok());
         if self.guest.is_some() {
             seal.connected();
+            seal.renew_sessions(now);
         }
     }
 

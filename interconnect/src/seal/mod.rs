@@ -206,6 +206,15 @@ impl Sealing {
         self.permit.iter_mut().for_each(Permit::ask_again);
     }
 
+    /// Opens new sessions in place of those that the daemon may not know: until it does, it does not take the peers' packets from the
+    /// short way.
+    pub(crate) fn renew_sessions(&mut self, now: u64) {
+        let is_forgotten = |peer: &Peer| peer.known == Known::Sealed && peer.has_forgotten();
+        let peers = self.peers.iter().filter(|(_, peer)| is_forgotten(peer));
+        let addresses: Vec<SocketAddr> = peers.map(|(address, _)| *address).collect();
+        addresses.into_iter().for_each(|address| self.open(now, address));
+    }
+
     /// The daemon has ended the connection. Sessions stay.
     pub(crate) fn disconnected(&mut self) {
         self.asks.clear();

@@ -146,6 +146,11 @@ impl Peer {
         self.sessions.iter_mut().for_each(|session| session.is_forgotten = true);
     }
 
+    /// Whether the session that seals was made before this connection to the daemon.
+    pub(super) fn has_forgotten(&self) -> bool {
+        self.newest().is_some_and(|place| self.sessions[place].is_forgotten)
+    }
+
     fn is_confirmed(&self, id: u32) -> bool {
         self.sessions.iter().any(|session| session.id == id && session.is_confirmed)
     }

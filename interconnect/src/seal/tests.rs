@@ -466,6 +466,10 @@ fn a_restarted_daemon_learns_of_sessions_by_new_ones() {
     world.exchange(0, 1, TEXT);
     assert_eq!(sessions(&world), [1, 1], "without a daemon there are no keys");
     world.nodes[0].sealing.connected();
+    let now = world.now;
+    world.nodes[0].sealing.renew_sessions(now);
+    world.settle();
+    assert_eq!(sessions(&world), [2, 2], "without a packet to send");
     for _ in 0..3 {
         world.exchange(0, 1, TEXT);
         world.exchange(1, 0, TEXT);

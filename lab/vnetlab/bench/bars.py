@@ -8,7 +8,7 @@ from vnetlab.bench.contenders import TAP as BY_TAP
 from vnetlab.bench.contenders import VNET as DEFAULT
 from vnetlab.bench.contenders import Bare, VxlanContainers, VxlanDevice
 from vnetlab.bench.guests import TapGuests
-from vnetlab.bench.interconnect import ALONE, BESIDE, FAULTS, MEMCPY, OVER_TCP, PRIORITY, RANKS, RDMA, UDP
+from vnetlab.bench.interconnect import ALONE, BESIDE, FAULTS, MEMCPY, OVER_TCP, PRIORITY, RANKS, RDMA, SEALED, UDP
 from vnetlab.bench.kinds import BRIDGE
 from vnetlab.bench.latency import ADAPTIVE as ADAPTIVE_VNET
 from vnetlab.bench.latency import LIKE_VNET_U
@@ -271,6 +271,14 @@ def _faulty(metric: str) -> dict[str, Cell]:
     return {name: _by(RDMA, {"faults": name}, metric) for name in FAULTS}
 
 
+_WRITES: Conditions = {"wire": "none", "load": "writes"}
+
+
+def _sealed(metric: str, mtu: int) -> Cell:
+    """Writes across a sealed link."""
+    return _by(RDMA, _WRITES | {"MTU": mtu}, metric, SEALED.name)
+
+
 _LOSSES = {name: cell for name, cell in _faulty("goodput_bps").items() if any(FAULTS[name])}
 _SHORT = tuple(size for size in MESSAGE_BYTES if size <= SHORT_BYTES)
 _HOST = {"between": "containers of one host"}
@@ -285,6 +293,23 @@ INTERCONNECT: tuple[Bar | Worst, ...] = (
     Worst(
         "8-byte write, one way / TCP, native",
         _bounded(_writes("datagram_oneway_us", OVER_TCP, NATIVE), at_most=1.0),
+    ),
+    Worst(
+        "Sealed: writes of 2 MiB",
+        tuple(Bar(f"MTU {mtu}", _sealed("goodput_bps", mtu), at_least=15) for mtu in MTUS),
+    ),
+    Worst(
+        "Sealed: 8-byte write, one way, over clear text",
+        tuple(
+            Bar(
+                f"MTU {mtu}",
+                _sealed("datagram_oneway_us", mtu),
+                at_most=2,
+                base=_by(RDMA, _WRITES | {"MTU": mtu}, "datagram_oneway_us"),
+                apart=True,
+            )
+            for mtu in MTUS
+        ),
     ),
     Worst(
         "Applications' CPU time per GB / TCP",

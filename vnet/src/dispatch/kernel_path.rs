@@ -172,6 +172,44 @@ impl Ways {
 
 impl Install for Installer {
     fn install(&self, flow: &Flow, verdict: &Installed) -> bool {
+        self.offered(flow, verdict, |known, sender, way, terms, is_sealed| {
+            if is_sealed {
+                // There may be many, and the dispatcher has frames to forward: the renewer installs them.
+                self.sealed.came_up(flow);
+            } else {
+                self.kernel.flows().install(known, sender, way, terms);
+            }
+        })
+    }
+}
+
+/// Installs the verdicts of the renewer's router.
+struct Renewing(Arc<Installer>);
+
+impl Install for Renewing {
+    fn install(&self, flow: &Flow, verdict: &Installed) -> bool {
+        let Installer { kernel, sealed, .. } = &*self.0;
+        self.0.offered(flow, verdict, |known, sender, way, terms, is_sealed| {
+            if is_sealed {
+                for datagram in sealed.between(flow.network, flow.src, flow.dst) {
+                    kernel.flows().install(&Known { datagram: Some(datagram), ..*known }, sender, way, terms);
+                }
+            } else {
+                kernel.flows().install(known, sender, way, terms);
+            }
+        })
+    }
+}
+
+impl Installer {
+    /// Gives `install` the flow of a verdict, and whether it is between stations at the ends of a sealed link: then the kernel may have
+    /// only the datagrams of their sessions. Returns false if the kernel will not take this flow.
+    fn offered(
+        &self,
+        flow: &Flow,
+        verdict: &Installed,
+        install: impl FnOnce(&Known, &Sender, &Destination, &Terms, bool),
+    ) -> bool {
         let ways = self.setup.load();
         let (Some(from), Some(to)) = (ways.get(flow.from), ways.get(verdict.to)) else { return false };
         if verdict.generation != ways.generation || ways.checked[flow.from.index()] {
@@ -187,6 +225,11 @@ impl Install for Installer {
         let Installed { generation, buckets, versions, .. } = *verdict;
         let until_ns = self.started_ns.saturating_add(verdict.until_ms.saturating_mul(NS_PER_MS));
         let Flow { network, from: port, dst, src } = *flow;
+        if let Way::Host(link) = from
+            && !link.peer_may_send(network, src)
+        {
+            return false;
+        }
         let known = Known { network, from: port, dst, src, datagram: None };
         let terms = Terms { until_ns, generation, buckets, versions };
         let payer = if matches!(from, Way::Host(_)) { way.port } else { flow.from };
@@ -194,14 +237,7 @@ impl Install for Installer {
         if let Way::Guest(_, interface) = to {
             interface.forwarded_from(flow.src);
         }
-        if from.is_sealed() || to.is_sealed() {
-            for datagram in self.sealed.between(network, src, dst) {
-                let known = Known { datagram: Some(datagram), ..known };
-                self.kernel.flows().install(&known, &sender, &way, &terms);
-            }
-        } else {
-            self.kernel.flows().install(&known, &sender, &way, &terms);
-        }
+        install(&known, &sender, &way, &terms, from.is_sealed() || to.is_sealed());
         // Refused ones are offered again, too.
         true
     }
@@ -323,7 +359,13 @@ impl KernelPath {
     ) -> Result<Arc<WirePath>, String> {
         let (wire, hosts) = (wire.map_err(|error| error.to_string())?, (self.outlive, self.tunnels.clone()));
         let sealed = self.installer.sealed.clone();
-        let wire = WirePath::open(self.kernel(), wire, courier.clone(), (strangers.clone(), sealed), hosts)?;
+        let wire = WirePath::open(
+            self.kernel(),
+            wire,
+            courier.clone(),
+            (strangers.clone(), sealed, self.learned.clone()),
+            hosts,
+        )?;
         self.wire.store(Some(wire.clone()));
         Ok(wire)
     }
@@ -413,7 +455,7 @@ impl KernelPath {
         let (kernel, started, outlive) = (self.kernel().clone(), self.started, self.outlive);
         let (round, inheritance) = (self.round.clone(), self.inheritance.clone());
         let installer = self.installer.clone();
-        let to: Arc<dyn Install> = installer.clone();
+        let to: Arc<dyn Install> = Arc::new(Renewing(installer.clone()));
         let mut router = Router::new(current.load().table.clone(), self.learned.clone());
         move || {
             let (mut generation, mut rounds) = (None, 0_u64);

@@ -24,6 +24,7 @@ use crate::interface::wire::{OVERHEAD, PACKET_MAX, Wire, is_trial};
 use crate::kernel::{Attached, Destination, Kernel, Sources, Target, WireHead};
 use crate::link::{Courier, Link};
 use crate::poll::Waker;
+use crate::route::{Learned, explain};
 use crate::source::{Source, Taken};
 use crate::stats::{DiscardReason, DropReason, PortStats};
 use crate::wire::ethernet::VLAN_TAG_LEN;
@@ -54,6 +55,7 @@ pub(super) struct WirePath {
     /// Counters of frames that belong to no link.
     strangers: Arc<PortStats>,
     sealed: Arc<SealedSessions>,
+    learned: Arc<Learned>,
 }
 
 impl WirePath {
@@ -65,13 +67,22 @@ impl WirePath {
         kernel: &Arc<Kernel>,
         wire: Wire,
         courier: Courier,
-        (strangers, sealed): (Arc<PortStats>, Arc<SealedSessions>),
+        (strangers, sealed, learned): (Arc<PortStats>, Arc<SealedSessions>, Arc<Learned>),
         (outlive, tunnels): (Duration, Arc<Tunnels>),
     ) -> Result<Arc<WirePath>, String> {
         let attached = kernel.attach_wire(&wire.device, &wire.tap).map_err(|error| error.to_string())?;
         wire.raise().map_err(|error| format!("cannot set up the wire: {error}"))?;
         tunnels.add_wire();
-        Ok(Arc::new(WirePath { _attached: attached, wire, courier, outlive, tunnels, strangers, sealed }))
+        Ok(Arc::new(WirePath {
+            _attached: attached,
+            wire,
+            courier,
+            outlive,
+            tunnels,
+            strangers,
+            sealed,
+            learned,
+        }))
     }
 
     /// A duplicate of the TAP's descriptor.
@@ -131,6 +142,18 @@ impl WirePath {
                 None => {}
             }
         }
+    }
+}
+
+impl WirePath {
+    /// Whether a frame that has come by the wire of a sealed link is a sealed packet for an application of this host, from a station that
+    /// is at this link already and that the other host may speak for. Nothing is learned from it but that the station is still there.
+    fn is_sealed(&self, setup: &Setup, link: &Link, network: NetworkId, frame: &[u8], now_ms: u64) -> bool {
+        let Some(answers) = self.sealed.answers_to(network, frame) else { return false };
+        let leads_here = || {
+            explain(&setup.table, &self.learned, &answers, now_ms).outcome.is_ok_and(|to| to == [link.port()])
+        };
+        link.peer_may_send(network, answers.dst) && leads_here()
     }
 }
 
@@ -216,7 +239,7 @@ impl Source for WireSource {
                 drops.refused(stats, link.port(), DropReason::WrongNetwork, bytes);
                 continue;
             };
-            if link.needs_seal() && !self.path.sealed.has(network, &room[START..len]) {
+            if link.needs_seal() && !self.path.is_sealed(&setup, link, network, &room[START..len], now_ms) {
                 stats.discard(DiscardReason::SealRequired, 1);
                 continue;
             }

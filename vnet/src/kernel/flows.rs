@@ -229,6 +229,7 @@ impl Flows {
             slot,
             device: to.device,
             len_max: (to.mtu + HEADER_LEN + VLAN_TAG_LEN) as u32,
+            stations: [flow.dst.0, flow.src.0],
             ..to.target.value(flow.dst)
         };
         let done = book.map.insert(key, value, 0).is_ok();
@@ -403,6 +404,8 @@ impl Book {
             slot.count(&tallies.get()[*at as usize]);
             let payer = std::mem::replace(&mut slot.from, from.clone()).payer;
             slot.to = to.clone();
+            // Sealed datagrams may have got other stations.
+            slot.flow = *flow;
             let at = *at;
             self.refund(payer);
             *self.shares.entry(from.payer).or_default() += 1;

@@ -24,6 +24,13 @@ fn only_admitted_datagrams_are_taken() {
     assert_eq!(takes(&sealed), [true; 2]);
     assert_eq!(takes(&frame(B, A, between().reversed())), [false; 2], "the other direction");
     // Programs see a sealed datagram exactly where vnetd does: in frames that differ from it in one byte, of headers or payload.
+    // Of another station in the datagram's name, vnetd sees the same datagram, but programs take nothing.
+    for at in 0..12 {
+        let mut other = sealed.clone();
+        other[at] ^= 0x10;
+        assert_eq!(SealedDatagram::of_frame(&other), Some(between()));
+        assert_eq!(takes(&other), [false; 2], "byte {at}");
+    }
     let mut taken = 0;
     for at in 12..60 {
         for change in [0x01, 0x02, 0x10, 0x20, 0x40, 0x80, 0xff] {

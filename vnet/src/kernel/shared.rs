@@ -95,6 +95,8 @@ pub(super) struct FlowValue {
     pub(super) port_mask: u16,
     pub(super) ecn_mask: u32,
     pub(super) namespace: u32,
+    pub(super) stations: [[u8; 6]; 2],
+    pub(super) zero: u32,
 }
 
 /// A device with a program.
@@ -249,7 +251,7 @@ mod tests {
             "flow_key" = FlowKey { network, from, dst, src, is_sealed }
             "flow" = FlowValue {
                 until_ns, id, generation, buckets, versions, slot, kind, own_address, device, len_max, remote, segment_max,
-                underlay, port, local, next_hop, first_port, port_mask, ecn_mask, namespace
+                underlay, port, local, next_hop, first_port, port_mask, ecn_mask, namespace, stations, zero
             }
             "port" = PortValue { network, from, mac, other }
             "peer_key" = PeerKey { remote, port, zero }

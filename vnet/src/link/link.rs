@@ -29,6 +29,7 @@ use super::vxlan::link_part::Vxlan;
 use super::vxlan::vteps::Vteps;
 use crate::frame::{NetworkId, PortId};
 use crate::stats::PortStats;
+use crate::wire::ethernet::Mac;
 
 /// One edge of the overlay, shared by all dispatchers. Dereferences to the common part.
 #[derive(Debug)]
@@ -199,6 +200,13 @@ impl Link {
     /// State of the keys and the peer's host name; `None` for a link in clear text.
     pub fn seal_view(&self) -> Option<SealView> {
         Some(self.seal()?.view(self.next_number()))
+    }
+
+    /// Whether the peer's certificate lets it send frames of `network` from `mac`; true for a link in clear text.
+    pub fn peer_may_send(&self, network: NetworkId, mac: Mac) -> bool {
+        let Some(seal) = self.seal() else { return true };
+        let keyring = seal.keyring();
+        keyring.claims().is_none_or(|claims| claims.allows_network(network) && claims.allows_source(mac))
     }
 
     /// Keys of a session between two applications at the ends of a sealed link: from the link's keys of `epoch`, or the current ones, and the

@@ -46,6 +46,7 @@ use zeroize::Zeroizing;
 use super::link::Link;
 use super::sealed::aead::OpeningKey;
 use super::sealed::identity::CertificateInfo;
+use super::sealed::identity::tls::CERTIFICATES_MAX;
 use super::sealed::replay::{ReplayWindow, SLOTS};
 use super::sealed::session::{Exported, Resumed, Role, Session, Stage};
 use super::state::LinkState;
@@ -58,9 +59,8 @@ pub const SEALED_STATE_MAX: usize = 1 << 20;
 /// Numbers that the next vnetd leaves out: more than a running one could send besides frames until it ends.
 const MARGIN: u64 = 1 << 16;
 const VERSION: u8 = 1;
-/// Maximum numbers of sessions, one per epoch, and of certificates of one.
+/// Maximum number of sessions, one per epoch.
 const SESSIONS_MAX: u8 = 4;
-const CERTIFICATES_MAX: u8 = 32;
 const UP: u8 = 0x01;
 const ASKS_REKEY: u8 = 0x02;
 /// Maximum age of a session in ms: 34 years.
@@ -295,7 +295,7 @@ fn read_session(from: &mut Reader<'_>) -> Result<Session, SuccessionError> {
 /// One or more certificates.
 fn read_certificates(from: &mut Reader<'_>) -> Result<Vec<CertificateDer<'static>>, SuccessionError> {
     let count = from.u8()?;
-    if count == 0 || count > CERTIFICATES_MAX {
+    if count == 0 || usize::from(count) > CERTIFICATES_MAX {
         return Err(SuccessionError("a number of certificates"));
     }
     let one = |_| {

@@ -21,7 +21,7 @@ fn certificate() -> (Vec<CertificateDer<'static>>, CertificateInfo) {
 }
 
 fn session(role: Role, epoch: u8, link: &Link) -> Session {
-    let exported = std::array::from_fn(|at| (31 * at as u8).wrapping_add(epoch));
+    let exported = std::array::from_fn(|at| 31_u8.wrapping_mul(at as u8).wrapping_add(epoch));
     let session = Session::new(&exported, role, epoch, link.next_number(), certificate());
     session.with_application_secret(Zeroizing::new([epoch; SECRET_LEN]))
 }

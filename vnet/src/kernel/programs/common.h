@@ -217,6 +217,16 @@ INLINE int is_sealed_datagram(struct __sk_buff *skb, __u32 at, struct flow_key *
 	return 1;
 }
 
+/* Whether a frame with these addresses is one of the two stations of the flow. */
+INLINE int is_between(const struct flow *flow, const __u16 stations[6])
+{
+	__u16 differs = 0;
+
+	for (int at = 0; at < 6; at++)
+		differs |= flow->stations[at] ^ stations[at];
+	return !differs;
+}
+
 /* A frame's valid verdict, and what the flow's tally gets for the frame. */
 struct verdict {
 	struct flow flow;
@@ -231,6 +241,7 @@ INLINE int find(struct __sk_buff *skb, __u32 at, __u16 from, __u32 network, stru
 	/* Context fields are read once: clang would merge the loads into code that the verifier refuses. */
 	__u32 len = *(volatile __u32 *)&skb->len - at, segment = *(volatile __u32 *)&skb->gso_size;
 	struct flow_key key = { .network = network, .from = from };
+	__u16 stations[6] = {};
 	struct flow *flow = &to->flow;
 	struct flow *found;
 	__u16 ethertype;
@@ -244,11 +255,17 @@ INLINE int find(struct __sk_buff *skb, __u32 at, __u16 from, __u32 network, stru
 	if (key.dst[0] & 1)
 		return 0;
 	found = bpf_map_lookup_elem(&flows, &key);
-	if (!found && ethertype == ETH_P_IP_BE && is_sealed_datagram(skb, at, &key))
-		found = bpf_map_lookup_elem(&flows, &key);
+	if (!found && ethertype == ETH_P_IP_BE) {
+		__builtin_memcpy(stations, key.dst, sizeof(stations));
+		if (is_sealed_datagram(skb, at, &key))
+			found = bpf_map_lookup_elem(&flows, &key);
+	}
 	if (!found)
 		return 0;
 	*flow = *found;
+	/* Nobody sends in another station's name. */
+	if (key.is_sealed && !is_between(flow, stations))
+		return 0;
 	if (at && !may_leave_tunnel(skb, at, flow, segment))
 		return 0;
 	to->now_ns = now();

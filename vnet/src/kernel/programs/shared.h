@@ -70,6 +70,9 @@ struct flow {
 	__u32 ecn_mask;
 	/* TO_INTERFACE: the guest's network namespace (nsid), NO_NAMESPACE: unknown. */
 	__u32 namespace;
+	/* Of sealed datagrams: destination and source address of their frames, which the key does not have. */
+	__u16 stations[6];
+	__u32 zero;
 };
 
 #define NO_NAMESPACE 0xffffffff

@@ -18,6 +18,8 @@ use super::{Identity, explain, server_name};
 pub const TIME_MAX: Duration = Duration::from_secs(5);
 /// Maximum number of bytes that the other side may send in that time: enough for certificate chains of several RSA keys.
 pub const BYTES_MAX: usize = 128 << 10;
+/// Maximum number of certificates that the other side may show.
+pub(in crate::link) const CERTIFICATES_MAX: usize = 32;
 /// How long a failed handshake waits for the other side to close. It closes as soon as it has read the alert.
 const LINGER: Duration = Duration::from_millis(500);
 const ANOTHER_PROTOCOL: &str = "the other host speaks another protocol there";
@@ -216,6 +218,9 @@ impl<S: Patient> Channel<S> {
         let chain = self.tls.peer_certificates().unwrap_or_default();
         if chain.is_empty() {
             return Err(HandshakeError("the other host shows no certificate".into()));
+        }
+        if chain.len() > CERTIFICATES_MAX {
+            return Err(HandshakeError("the other host shows too many certificates".into()));
         }
         Ok(chain.iter().map(|certificate| certificate.clone().into_owned()).collect())
     }
