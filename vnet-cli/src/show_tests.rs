@@ -144,16 +144,19 @@ fn flows_are_listed_with_what_they_carried_and_their_end() {
             "frames": n, "bytes": 1000 * n, "kernel_ms": kernel_ms,
         })
     };
-    let list = serde_json::json!([flow(2048, 1500), flow(3, 0)]);
+    let mut sealed = flow(9, 700);
+    sealed["sealed"] = "10.0.0.1:7000 > 10.0.0.2:7000".into();
+    let list = serde_json::json!([flow(2048, 1500), flow(3, 0), sealed]);
     let text = flows(&serde_json::from_value(list).unwrap());
     let words = |line: &str| line.split_whitespace().collect::<Vec<_>>().join(" ");
     let lines: Vec<_> = text.lines().map(words).collect();
     assert_eq!(
         lines,
         [
-            "NETWORK SOURCE DESTINATION FROM TO FRAMES BYTES ENDS",
-            "7 02:00:00:00:00:01 02:00:00:00:00:02 interface c1 link h2 2048 2048000 in 1500 ms",
-            "7 02:00:00:00:00:01 02:00:00:00:00:02 interface c1 link h2 3 3000 ended",
+            "NETWORK SOURCE DESTINATION FROM TO FRAMES BYTES ENDS SEALED DATAGRAMS",
+            "7 02:00:00:00:00:01 02:00:00:00:00:02 interface c1 link h2 2048 2048000 in 1500 ms -",
+            "7 02:00:00:00:00:01 02:00:00:00:00:02 interface c1 link h2 3 3000 ended -",
+            "7 02:00:00:00:00:01 02:00:00:00:00:02 interface c1 link h2 9 9000 in 700 ms 10.0.0.1:7000 > 10.0.0.2:7000",
         ]
     );
 }
