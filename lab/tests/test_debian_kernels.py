@@ -113,7 +113,7 @@ def test_the_kernel_forwards(version: str, programs: tuple[Path, ...], tmp_path:
     assert paths(found["wire-interfaces"]) == [("kernel", pair)], text[-5000:]
     assert [link["path"] for link in json.loads(found["links"])] == ["kernel"], text[-5000:]
     assert "100 received" in found["pings-wire"], text[-5000:]
-    assert by_vnetd(found, "wire") < 60, text[-5000:]
+    assert by_vnetd(found, "wire") < 100, text[-5000:]
     # Trials take the device on every kernel.
     by_device = carried(found, "after-pings") - carried(found, "before-pings")
     if tuple(map(int, version.split("."))) < MAKES_DATAGRAMS:
