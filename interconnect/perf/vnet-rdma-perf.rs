@@ -7,14 +7,18 @@
 //! `same-host` through shared memory. With VNET_RDMA_MEETING empty they take the network. Across a sealed link they are sealed, unless
 //! VNET_RDMA_SEAL is off. A server at an Ethernet device needs `from`.
 
+use std::error::Error;
 use std::io::Write;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use vnet_rdma::ether::address::mac_of;
 use vnet_rdma::{
-    Access, Bind, Completion, Endpoint, Error, Kind, Node, Options, Peer, Region, Status, name_of, resolve,
+    Access, Bind, Completion, Endpoint, Kind, Node, Options, Peer, Region, Status, name_of, resolve,
 };
+
+/// Why the program failed, in one line.
+type Failure = Box<dyn Error>;
 
 const BOTH: Access = Access { read: true, write: true };
 /// Memory that each side offers.
@@ -52,7 +56,7 @@ fn usage() -> ExitCode {
     ExitCode::from(2)
 }
 
-fn client(bind: Option<&str>, arguments: &[&str]) -> Result<(), Error> {
+fn client(bind: Option<&str>, arguments: &[&str]) -> Result<(), Failure> {
     match arguments {
         [name] => measure(bind, name, "2097152", "2"),
         [name, size] => measure(bind, name, size, "2"),
@@ -61,29 +65,30 @@ fn client(bind: Option<&str>, arguments: &[&str]) -> Result<(), Error> {
     }
 }
 
-fn bind_to(text: &str) -> Result<Bind, Error> {
-    text.parse().map_err(|_| wrong(text))
+fn bind_to(text: &str) -> Result<Bind, Failure> {
+    Ok(text.parse()?)
 }
 
-fn wrong(text: &str) -> Error {
-    Error::Name(text.into(), "wrong argument".into())
+fn wrong(text: &str) -> Failure {
+    format!("'{text}' is a wrong argument: SIZE is 1 to {MEMORY} bytes, SECONDS a number, or LATENCY,RATE")
+        .into()
 }
 
 /// The next completion of this kind, which must be a success.
-fn wait(endpoint: &Endpoint, kind: Kind, patience: Option<Duration>) -> Result<Completion, Error> {
+fn wait(endpoint: &Endpoint, kind: Kind, patience: Option<Duration>) -> Result<Completion, Failure> {
     loop {
         match endpoint.wait(patience) {
             Some(completion) if completion.status != Status::Success => {
-                return Err(Error::Name(name_of(completion.peer), completion.status.to_string()));
+                return Err(format!("{}: {}", name_of(completion.peer), completion.status).into());
             }
             Some(completion) if completion.kind == kind => return Ok(completion),
             Some(_) => {}
-            None => return Err(Error::Name("peer".into(), "it is silent".into())),
+            None => return Err("the peer is silent".into()),
         }
     }
 }
 
-fn serve(bind: &str, once: bool) -> Result<(), Error> {
+fn serve(bind: &str, once: bool) -> Result<(), Failure> {
     let node = Node::open(&Options { bind: bind_to(bind)?, ..Options::default() })?;
     let endpoint = node.endpoint(Some(0))?;
     println!("{}", name_of(Peer { address: node.address(), endpoint: 0 }));
@@ -98,7 +103,7 @@ fn serve(bind: &str, once: bool) -> Result<(), Error> {
     }
 }
 
-fn serve_one(endpoint: &Endpoint) -> Result<(), Error> {
+fn serve_one(endpoint: &Endpoint) -> Result<(), Failure> {
     let region = Region::new(endpoint, MEMORY, BOTH)?;
     endpoint.receive(region.span(0, 8)?, 0)?;
     let peer = wait(endpoint, Kind::Receive, None)?.peer;
@@ -116,10 +121,10 @@ fn serve_one(endpoint: &Endpoint) -> Result<(), Error> {
     while wait(endpoint, Kind::Arrival, Some(Duration::from_secs(600)))?.data != Some(LAST) {}
     // Who needs only the name may have closed the pipe.
     let _ = writeln!(std::io::stdout(), "cpu_s {:.3}", cpu_seconds() - cpu);
-    endpoint.deregister(region.key())
+    Ok(endpoint.deregister(region.key())?)
 }
 
-fn measure(bind: Option<&str>, name: &str, size: &str, seconds: &str) -> Result<(), Error> {
+fn measure(bind: Option<&str>, name: &str, size: &str, seconds: &str) -> Result<(), Failure> {
     let size: usize =
         size.parse().ok().filter(|size| (1..=MEMORY).contains(size)).ok_or_else(|| wrong(size))?;
     let (latency_s, rate_s) = seconds.split_once(',').unwrap_or((seconds, seconds));
@@ -129,10 +134,9 @@ fn measure(bind: Option<&str>, name: &str, size: &str, seconds: &str) -> Result<
     let any = match bind {
         Some(bind) => bind,
         None if mac_of(peer.address).is_some() => {
-            return Err(Error::Name(
-                name.into(),
-                "by which device? write: client from ether://DEVICE:0 NAME".into(),
-            ));
+            return Err(
+                format!("{name} is an Ethernet station: write client from ether://DEVICE:0 {name}").into()
+            );
         }
         None if peer.address.is_ipv4() => "0.0.0.0:0",
         None => "[::]:0",
@@ -184,7 +188,7 @@ fn latency(
     peer: Peer,
     key: u64,
     seconds: f64,
-) -> Result<Vec<Duration>, Error> {
+) -> Result<Vec<Duration>, Failure> {
     let mut times = vec![];
     let begin = Instant::now();
     while begin.elapsed().as_secs_f64() < seconds || times.is_empty() {
@@ -205,7 +209,7 @@ fn rate(
     (peer, key): (Peer, u64),
     size: usize,
     seconds: f64,
-) -> Result<u64, Error> {
+) -> Result<u64, Failure> {
     let (mut posted, mut done) = (0, 0);
     let begin = Instant::now();
     loop {

@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from checks import assert_balanced, ping, port, settled, wait_for_path
+from file_guests import start_file_guests
 
-from vnetlab import daemon, guest, lab, machine, measure, process
-from vnetlab.image import ensure_image
+from vnetlab import daemon, lab, machine, measure, process
 from vnetlab.run import run, wait_until
 from vnetlab.topology import Node, Settings, Topology
 
@@ -33,14 +33,7 @@ def topology() -> Iterator[Topology]:
     try:
         for host in topology.hosts:
             restart(topology, host, "on")
-        image = ensure_image(lab.CACHE)
-        guests = topology.machines()
-        for each in guests:
-            guest.start(topology, each, image)
-        for each in guests:
-            guest.wait(each)
-            machine.execute(each, f"mkdir -p /files && head -c {BYTES} /dev/urandom >/files/sent")
-            machine.execute(each, f"busybox httpd -p {PORT} -h /files")
+        guests = start_file_guests(topology, PORT, BYTES)
         wait_for_path(guests[0], guests[1].address)
         yield topology
     finally:

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 import pytest
 from checks import assert_balanced, links, ping, port, readdressed, wait_for_path
+from file_guests import start_file_guests
 
-from vnetlab import daemon, guest, lab, machine, process, store
-from vnetlab.image import ensure_image
+from vnetlab import daemon, lab, machine, process, store
 from vnetlab.run import run, wait_until
 from vnetlab.topology import Node, Settings, Topology
 
@@ -34,14 +34,7 @@ def bring_up(settings: Settings) -> Topology:
     for host in topology.hosts:
         host.file(".toml").write_text(configuration(topology, host))
         lab.start_daemon(topology, host)
-    image = ensure_image(lab.CACHE)
-    guests = topology.machines()
-    for each in guests:
-        guest.start(topology, each, image)
-    for each in guests:
-        guest.wait(each)
-        machine.execute(each, f"mkdir -p /files && head -c {BYTES} /dev/urandom >/files/sent")
-        machine.execute(each, f"busybox httpd -p {PORT} -h /files")
+    start_file_guests(topology, PORT, BYTES)
     for one, other in pairs(topology):
         wait_for_path(one, other.address, WAIT_S)
     return topology

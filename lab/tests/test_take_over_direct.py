@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from checks import assert_balanced, pinging, port, wait_for_path
+from file_guests import start_file_guests
 from take_overs import assert_none_lost_between, both, peer, take_over
 
-from vnetlab import daemon, guest, lab, machine, process
-from vnetlab.image import ensure_image
+from vnetlab import daemon, lab, machine, process
 from vnetlab.run import wait_until
 from vnetlab.topology import Node, Settings, Topology
 
@@ -36,14 +36,7 @@ def topology(request: pytest.FixtureRequest) -> Iterator[Topology]:
         for host in topology.hosts:
             host.file(".toml").write_text(configuration(topology, host, request.param))
             lab.start_daemon(topology, host)
-        image = ensure_image(lab.CACHE)
-        guests = topology.machines()
-        for each in guests:
-            guest.start(topology, each, image)
-        for each in guests:
-            guest.wait(each)
-            machine.execute(each, f"mkdir -p /files && head -c {BYTES} /dev/urandom >/files/sent")
-            machine.execute(each, f"busybox httpd -p {PORT} -h /files")
+        guests = start_file_guests(topology, PORT, BYTES)
         wait_for_path(guests[0], guests[1].address, WAIT_S)
         yield topology
     finally:

@@ -74,7 +74,7 @@ impl RdmaEngine {
         *self.allowed.lock() = allowed;
     }
 
-    /// Sets the containers' networks: applications with a common one need no network between them.
+    /// Sets the containers' networks: packets between applications with a common one bypass the network.
     pub fn set_places(&self, places: &[Place]) {
         if let Some(service) = &self.service {
             service.set_places(places);

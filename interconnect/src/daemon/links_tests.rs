@@ -1,4 +1,4 @@
-//! Processes of one daemon whose packets need no network, on a clock of their own, with sockets that can be cut.
+//! Processes of one daemon whose packets bypass the network, on a clock of their own, with sockets that can be cut.
 
 use std::net::UdpSocket;
 use std::os::fd::AsRawFd;
@@ -150,7 +150,7 @@ impl Pair {
         }
     }
 
-    /// Exchanges small writes until packets need no network, or for half a second. Returns whether they do not.
+    /// Exchanges small writes until packets bypass the network, or for half a second. Returns whether they do not.
     fn meet(&mut self) -> bool {
         let end = self.now + 500_000_000;
         while self.now < end {

@@ -8,7 +8,7 @@
 //! The engine reads and writes only memory that the process has registered with the daemon (`translation.rs`): memfds that the library
 //! allocates. Operations on other memory pass through an arena that the library registers, at the price of a copy (`arena.rs`).
 //!
-//! Packets between two processes of the daemon need no network if their containers may meet (`links.rs`).
+//! Packets between two processes of the daemon bypass the network if their containers may meet (`links.rs`).
 //!
 //! A process in a virtual machine lends pages of the machine's memory instead of a memfd (`lent.rs`), and its packets enter the overlay by the
 //! machine's interface (`carrier.rs`, `udp_frame.rs`); `vm/` is how it gets there.

@@ -170,7 +170,7 @@ impl Room {
         worked
     }
 
-    /// Takes everything back from a process that has gone.
+    /// Frees what a process had that has gone: its engine, its links, its socket, and the mappings of its memory.
     fn revoke(&mut self, now: u64, at: usize, slot: usize, end: End) {
         // First, so that no packet of another process reaches it any more.
         self.links.leave(slot, &mut self.served);

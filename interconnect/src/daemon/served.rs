@@ -137,7 +137,8 @@ impl Served {
         }
     }
 
-    /// Does what there is to do, within bounds. Returns whether there was anything. `deliver` takes the packets that need no network.
+    /// One turn: takes submissions and packets, sends, and reports completions, within bounds. Returns whether there was any work.
+    /// `deliver` takes packets for other processes of the daemon, which bypass the network.
     pub(super) fn turn(
         &mut self,
         now: u64,
@@ -429,7 +430,7 @@ impl Served {
         self.engine.invited(secret)
     }
 
-    /// From now on packets to a peer need no network, or need it again. Returns false if there is no channel to it.
+    /// Lets packets to a peer bypass the network, or take the socket again. Returns false if there is no channel to it.
     pub(super) fn set_local(&mut self, peer: SocketAddr, is_local: bool) -> bool {
         self.engine.set_local(peer, is_local.then_some(WINDOW_BYTES))
     }

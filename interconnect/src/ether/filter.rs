@@ -47,7 +47,7 @@ fn program(port: u16) -> [libc::sock_filter; INSTRUCTIONS] {
     ]
 }
 
-/// Leaves only the frames of the node at `port`.
+/// Attaches the filter of the node at `port` to its socket.
 pub(super) fn attach(socket: impl AsFd, port: u16) -> io::Result<()> {
     let mut program = program(port);
     let program = libc::sock_fprog { len: program.len() as u16, filter: program.as_mut_ptr() };

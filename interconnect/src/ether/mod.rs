@@ -2,7 +2,7 @@
 //!
 //! A node at an Ethernet device has a packet socket (`AF_PACKET`) bound to the device. A frame carries one packet behind a header of ten bytes
 //! ([`frame`]): a magic number, the ports of both nodes, because several nodes share a device, and the packet's length, because Ethernet
-//! pads short frames. A classic BPF program in the kernel (`filter.rs`) leaves only frames to the device's own address and this node's
+//! pads short frames. A classic BPF program in the kernel (`filter.rs`) passes only frames to the device's own address and this node's
 //! port. So frames of other protocols with the same ethertype, such as control frames of virtual machines ([`crate::vm`]), never reach the
 //! process.
 //!

@@ -113,7 +113,7 @@ fn frames_of_others_and_malformed_ones_give_nothing() {
     assert_eq!(decode(&mut empty, PORT), None, "no packet");
 }
 
-/// Which of these frames the kernel leaves.
+/// Which of these frames pass the filter.
 fn left(frames: &[&[u8]]) -> Vec<usize> {
     let (from, to) = UnixDatagram::pair().unwrap();
     filter::attach(&to, PORT).unwrap();

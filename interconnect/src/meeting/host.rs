@@ -66,7 +66,7 @@ pub struct Place {
 }
 
 impl Place {
-    /// Whether processes of the two may exchange packets without the network.
+    /// Whether processes of the two containers may exchange packets through shared memory, or inside the daemon.
     pub(crate) fn may_meet(&self, other: &Place) -> bool {
         self.id == other.id || self.networks.iter().any(|network| other.networks.contains(network))
     }

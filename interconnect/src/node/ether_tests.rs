@@ -5,11 +5,11 @@ use std::process::Command;
 use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
 
 use super::sealed_tests::Daemon as Sealing;
-use super::tests::{BOTH, Daemon, LEN, Two, unique, wait};
+use super::tests::{BOTH, Daemon, LEN, Two, unique};
 use super::*;
 use crate::ether::address::{mac_of, station};
 use crate::meeting::Reach;
-use crate::proto::{Kind, Peer, Status};
+use crate::proto::{Peer, Status};
 use crate::{Node, Region};
 
 const ENDS: [&str; 2] = ["ether://near:7000", "ether://far:7000"];
@@ -86,13 +86,8 @@ fn nodes_of_one_host_take_a_ring_and_return_to_frames() {
     assert!(two.nodes.iter().all(|node| !node.process().shared.inner.lock().engine.config().has_fragments));
     two.until(Attachment::SameHost);
     assert_eq!(two.message(LEN, 3), Status::Success);
-    // The daemon goes in the middle of a long message: packets that were made for the ring take the cable.
-    let [from, to] = &two.ends;
-    to.receive(two.regions[1].span(0, LEN).unwrap(), 1).unwrap();
-    from.send(two.peers[1], two.regions[0].span(0, LEN).unwrap(), None, 2).unwrap();
-    drop(daemon);
-    assert_eq!(wait(to, Kind::Receive).status, Status::Success);
-    assert_eq!(wait(from, Kind::Send).status, Status::Success);
+    // Packets that were made for the ring take the cable.
+    two.outlives(daemon);
     two.until(Attachment::Ethernet);
     assert_eq!(two.message(LEN, 9), Status::Success);
     assert_eq!([refused(&two.nodes[0]), refused(&two.nodes[1])], [0, 0], "each packet fits a frame");

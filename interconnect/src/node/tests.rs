@@ -92,6 +92,16 @@ impl Two {
         Self { nodes: [a, b], ends: [a_end, b_end], regions, peers: [a_peer, b_peer] }
     }
 
+    /// The daemon goes in the middle of a long message, which arrives.
+    pub(super) fn outlives(&self, daemon: Daemon) {
+        let [from, to] = &self.ends;
+        to.receive(self.regions[1].span(0, LEN).unwrap(), 1).unwrap();
+        from.send(self.peers[1], self.regions[0].span(0, LEN).unwrap(), None, 2).unwrap();
+        drop(daemon);
+        assert_eq!(wait(to, Kind::Receive).status, Status::Success);
+        assert_eq!(wait(from, Kind::Send).status, Status::Success);
+    }
+
     /// A message of `len` bytes from the first to the second.
     pub(super) fn message(&self, len: usize, seed: u8) -> Status {
         let bytes: Vec<u8> = (0..len).map(|place| (place * 13 + place / 255) as u8 ^ seed).collect();
@@ -166,13 +176,7 @@ fn operations_go_on_by_udp_when_the_daemon_goes_and_by_a_ring_when_it_returns() 
     let daemon = Daemon::start(&name);
     let two = Two::new(&name);
     two.until(Attachment::SameHost);
-    // The daemon goes in the middle of a long message.
-    let [from, to] = &two.ends;
-    to.receive(two.regions[1].span(0, LEN).unwrap(), 1).unwrap();
-    from.send(two.peers[1], two.regions[0].span(0, LEN).unwrap(), None, 2).unwrap();
-    drop(daemon);
-    assert_eq!(wait(to, Kind::Receive).status, Status::Success);
-    assert_eq!(wait(from, Kind::Send).status, Status::Success);
+    two.outlives(daemon);
     two.until(Attachment::Udp);
     assert_eq!(two.message(LEN, 9), Status::Success);
     let _daemon = Daemon::start(&name);

@@ -206,8 +206,8 @@ impl Sealing {
         self.permit.iter_mut().for_each(Permit::ask_again);
     }
 
-    /// Opens new sessions in place of those that the daemon may not know: until it does, it does not take the peers' packets from the
-    /// short way.
+    /// Opens new sessions in place of those that a new daemon does not know: until then it drops the packets that the kernel of the peer's
+    /// host sends.
     pub(crate) fn renew_sessions(&mut self, now: u64) {
         let is_forgotten = |peer: &Peer| peer.known == Known::Sealed && peer.has_forgotten();
         let peers = self.peers.iter().filter(|(_, peer)| is_forgotten(peer));

@@ -141,7 +141,7 @@ impl Peer {
         })
     }
 
-    /// The daemon is new: it lets packets take the short way only for sessions that it knows.
+    /// The daemon is a new one, and has the kernel forward packets only of sessions that it knows: they all have to be renewed.
     pub(super) fn forget_sessions(&mut self) {
         self.sessions.iter_mut().for_each(|session| session.is_forgotten = true);
     }

@@ -455,7 +455,7 @@ fn a_restarted_daemon_is_asked_again() {
     assert!(world.send(0, 1, TEXT), "sessions stay");
 }
 
-/// A daemon lets packets take the short way only for sessions that it knows.
+/// A daemon has the kernel forward packets only of sessions that it knows.
 #[test]
 fn a_restarted_daemon_learns_of_sessions_by_new_ones() {
     let mut world = World::new(Reach::Sealed);

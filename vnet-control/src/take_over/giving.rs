@@ -110,7 +110,7 @@ impl Engine {
         Some(still)
     }
 
-    /// The last state, while all stands still.
+    /// The last state, while dispatchers stand still.
     pub fn last(&self) -> Last {
         // Counts what the kernel has forwarded, before the counters are read.
         let flows = self.core.counted();
@@ -130,13 +130,13 @@ impl Engine {
         }
     }
 
-    /// The sealed links with their keys, while all stands still.
+    /// The sealed links with their keys, while dispatchers stand still.
     pub fn sealed_states(&self) -> Vec<SealedBytes> {
         let now_ms = self.core.now_ms();
         self.links.values().filter_map(|live| live.link.hand_over(now_ms)).collect()
     }
 
-    /// Uses the sealed links again, after a take-over that failed and while all still stands still. `used`: the new vnetd may have used the
+    /// Uses the sealed links again, after a take-over that failed and while dispatchers still stand still. `used`: the new vnetd may have used the
     /// keys, which are therefore replaced.
     pub fn reclaim(&self, used: bool) {
         self.links.values().for_each(|live| live.link.reclaim(used));

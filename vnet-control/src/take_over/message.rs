@@ -54,7 +54,7 @@ pub enum Message {
     },
     /// From the new vnetd: everything is open, nothing is served.
     Prepared,
-    /// The answer to `Prepared`, while all stands still.
+    /// The answer to `Prepared`, while dispatchers stand still.
     Last {
         /// The last state.
         last: Box<Last>,

@@ -24,7 +24,7 @@
 //! A handshake that is under way at step 2 fails, or its session is handed over: `Seal::accept` installs it entirely or not at all. A
 //! session that the other host is yet to confirm goes on like any other.
 //!
-//! The form, all numbers little-endian:
+//! The encoded state, all numbers little-endian:
 //!
 //! ```text
 //!   version 1 | length of the name 2, name | next number 8 | ms since the peer was heard, or all ones 8 | round trip us 4 | flags 1
@@ -52,9 +52,9 @@ use super::sealed::session::{Exported, Resumed, Role, Session, Stage};
 use super::state::LinkState;
 use super::{first_number, normalised};
 
-/// The form, in memory that is zeroed when it is dropped.
+/// The encoded state, in memory that is zeroed when it is dropped.
 pub type SealedBytes = Zeroizing<Vec<u8>>;
-/// Maximum length of the form in bytes: four sessions, whose certificates came by handshakes of at most 128 KiB.
+/// Maximum length of the encoded state in bytes: four sessions, whose certificates came by handshakes of at most 128 KiB.
 pub const SEALED_STATE_MAX: usize = 1 << 20;
 /// Numbers that the next vnetd leaves out: more than a running one could send besides frames until it ends.
 const MARGIN: u64 = 1 << 16;
@@ -68,7 +68,7 @@ const AGE_MAX_MS: u64 = 1 << 40;
 const NEVER: u64 = u64::MAX;
 const SECRET_LEN: usize = 32;
 
-/// Error of a form: it is not that of a sealed link of this version.
+/// Error of an encoded state: it is not that of a sealed link of this version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("not the state of a sealed link: {0}")]
 pub struct SuccessionError(&'static str);
@@ -100,7 +100,7 @@ impl Link {
         }
     }
 
-    /// Step 3, after [`Link::begin_hand_over`]: the form. `now_ms` is on the dispatchers' clock. `None` for a link that is not sealed.
+    /// Step 3, after [`Link::begin_hand_over`]: the encoded state. `now_ms` is on the dispatchers' clock. `None` for a link that is not sealed.
     pub fn hand_over(&self, now_ms: u64) -> Option<SealedBytes> {
         let seal = self.seal()?;
         let sessions = seal.sessions.lock();
@@ -197,7 +197,7 @@ impl SealedState {
         &self.name
     }
 
-    /// Reads a form.
+    /// Decodes the state.
     ///
     /// # Errors
     /// It is not one, or it contradicts itself.

@@ -3,11 +3,11 @@ use std::sync::{Arc, LazyLock};
 
 use super::*;
 use crate::frame::PortId;
-use crate::link::sealed::aead::TAG_LEN;
 use crate::link::sealed::pki::Pki;
+use crate::link::sealed::session;
 use crate::link::{LinkKind, LinkOptions, Security};
 use crate::stats::DiscardReason;
-use crate::wire::native::{Header, Kind};
+use crate::wire::native::Header;
 
 const HOUR: Duration = Duration::from_secs(3600);
 
@@ -46,30 +46,12 @@ fn pair() -> [Arc<Link>; 2] {
 
 /// Seals a datagram like a dispatcher.
 fn seal(link: &Link) -> Vec<u8> {
-    let keyring = link.seal().unwrap().keyring();
-    let key = keyring.sealing(link.next_number()).expect("a key");
-    let header = Header {
-        kind: Kind::Frame,
-        last: true,
-        offload: false,
-        sealed: true,
-        hops: 0,
-        epoch: key.epoch(),
-        index: 0,
-        network: 1,
-        queue: 0,
-        number: link.take_numbers(1),
-    };
-    let mut datagram = [&header.to_bytes()[..], &[7; 20], &[0; TAG_LEN]].concat();
-    key.seal(&mut datagram);
-    datagram
+    session::tests::seal(link).expect("a key")
 }
 
 /// Opens one like a dispatcher.
 fn open(link: &Link, datagram: &[u8]) -> Result<(), DiscardReason> {
-    let (header, _) = Header::parse(datagram).unwrap();
-    let keyring = link.seal().unwrap().keyring();
-    keyring.opening(header.epoch).ok_or(DiscardReason::WrongEpoch)?.open(&mut datagram.to_vec())
+    session::tests::open(link, datagram.to_vec())
 }
 
 fn number(datagram: &[u8]) -> u64 {
@@ -79,9 +61,9 @@ fn number(datagram: &[u8]) -> u64 {
 /// The link of the next vnetd.
 fn succeed(link: &Link) -> Arc<Link> {
     link.begin_hand_over();
-    let form = link.hand_over(5000).unwrap();
-    assert!(form.len() <= form.capacity() && form.len() <= SEALED_STATE_MAX);
-    let state = SealedState::parse(&form).unwrap();
+    let bytes = link.hand_over(5000).unwrap();
+    assert!(bytes.len() <= bytes.capacity() && bytes.len() <= SEALED_STATE_MAX);
+    let state = SealedState::parse(&bytes).unwrap();
     assert_eq!(state.name(), "h2");
     let heir = self::link();
     heir.resume(state, 300);
@@ -220,7 +202,7 @@ fn a_link_without_keys_goes_on_without() {
 }
 
 #[test]
-fn other_forms_are_refused() {
+fn other_encodings_are_refused() {
     let [near, _far] = pair();
     near.begin_hand_over();
     let good = near.hand_over(0).unwrap();

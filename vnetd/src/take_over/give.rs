@@ -217,7 +217,7 @@ fn give(engine: &Engine, heir: &Heir, listener: &Listener, own: &Own) -> Result<
     let Some(still) = engine.stand_still() else {
         return Err(refuse(channel, "a dispatcher does not stop; see the load of this host".into()));
     };
-    tracing::debug!("all stands still after {} us", began.elapsed().as_micros());
+    tracing::debug!("dispatchers stand still after {} us", began.elapsed().as_micros());
     let mut has_begun = false;
     let done = last_step(channel, engine, &mut has_begun);
     if let Err(error) = done {

@@ -563,4 +563,4 @@ pub struct SealView {
 mod model;
 #[cfg(test)]
 #[path = "session_tests.rs"]
-mod tests;
+pub(in crate::link) mod tests;

@@ -38,7 +38,7 @@ pub(super) fn link() -> Arc<Link> {
 }
 
 /// Seals one datagram like a dispatcher; `None` without a key.
-pub(super) fn seal(link: &Link) -> Option<Vec<u8>> {
+pub(in crate::link) fn seal(link: &Link) -> Option<Vec<u8>> {
     let keyring = link.seal().unwrap().keyring();
     let key = keyring.sealing(link.next_number())?;
     let header = Header {
@@ -59,13 +59,13 @@ pub(super) fn seal(link: &Link) -> Option<Vec<u8>> {
 }
 
 /// Opens one datagram like a dispatcher.
-pub(super) fn open(link: &Link, mut datagram: Vec<u8>) -> Result<(), DiscardReason> {
+pub(in crate::link) fn open(link: &Link, mut datagram: Vec<u8>) -> Result<(), DiscardReason> {
     let keyring = link.seal().unwrap().keyring();
     let (header, _) = Header::parse(&datagram).unwrap();
     keyring.opening(header.epoch).ok_or(DiscardReason::WrongEpoch)?.open(&mut datagram)
 }
 
-pub(super) const HOUR: Duration = Duration::from_secs(3600);
+pub(in crate::link) const HOUR: Duration = Duration::from_secs(3600);
 
 #[test]
 fn without_keys_nothing_goes() {
