@@ -1,6 +1,7 @@
 """The kernel's own path while paths and rules change under traffic, on one host and between two."""
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -89,7 +90,12 @@ def test_a_capture_slows_nobody_else(hosts: Pair):
     words = capture(hosts, "interface one", "icmp")
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         try:
-            assert hosts.ping(ONE, FAR, 1) == 1
+
+            def is_captured() -> bool:
+                """Whether the capture has begun, and shows a ping."""
+                return hosts.ping(ONE, FAR, 1) == 1 and bool(select.select([process.stdout], [], [], 0.5)[0])
+
+            wait_until("the capture to show a ping", is_captured, 60)
             assert "ICMP" in process.stdout.readline()
             # The capture's start has ended all flows.
             hosts.wait_for_kernel(TWO, FAR)
