@@ -148,7 +148,7 @@ proof: packages ## Run proofs at full bounds, models, ThreadSanitizer and valgri
 	@.ci/proof $(PROOF)
 
 .PHONY: fuzz
-fuzz: packages $(TOOLS)/bin/cargo-fuzz-$(CARGO_FUZZ) ## Run every fuzz target for SECONDS (900), two at a time.
+fuzz: packages $(TOOLS)/bin/cargo-fuzz-$(CARGO_FUZZ) ## Run every fuzz target for SECONDS (900), FUZZ_JOBS (2) at a time.
 	.ci/fuzz build
 	.ci/fuzz $(or $(SECONDS),900) all
 
