@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 from checks import assert_balanced, links, ping, pinging, port, reaches, wait_for_path
 from conftest import MakeLab
+from sealed_links import hang_up
+from take_overs import take_over
 
 from vnetlab import daemon, lab, machine, process
 from vnetlab.run import run, wait_until
@@ -176,6 +178,35 @@ def test_the_relay_may_restart(topology: Topology):
     lab.start_daemon(topology, between)
     wait_for_path(one, other.address, timeout_s=20)
     wait_for_path_choice(topology, direct=False)
+
+
+@pytest.mark.parametrize("kind", [CONE, SYMMETRIC])
+def test_hosts_that_meet_are_taken_over(topology: Topology, kind: str):
+    """Two hosts that meet, and the one where they do, get new vnetds under pings, with a direct path and without."""
+    near, far, between = topology.hosts
+    one, other = topology.find("h1c1"), topology.find("h2c1")
+    for host in (near, far):
+        set_nat(topology, host, kind)
+    wait_for_path_choice(topology, direct=kind == CONE)
+    wait_for_path(one, other.address)
+    keys_s, begun = links(near)[far.name]["keys_s"], time.monotonic()
+    logs = {host.name: len(host.file(".log").read_text()) for host in topology.hosts}
+    with pinging((one, other), (other, one), interval_s=0.01, seconds=3):
+        for host in (between, near, far, between):
+            take_over(topology, host)
+            time.sleep(0.5)
+    wait_for_path_choice(topology, direct=kind == CONE)
+    assert links(near)[far.name]["keys_s"] >= keys_s + int(time.monotonic() - begun), "no meeting since"
+    for host in topology.hosts:
+        log = host.file(".log").read_text()[logs[host.name] :]
+        assert "no keys" not in log
+        assert "meet anew" not in log
+    # They meet there again when keys are due.
+    age_s = links(near)[far.name]["keys_s"]
+    daemon.issue(topology, near)
+    hang_up(near)
+    wait_until("new keys", lambda: links(near)[far.name]["keys_s"] < age_s, 20)
+    assert reaches(one, other.address)
 
 
 def test_every_frame_is_accounted_for(topology: Topology):

@@ -27,7 +27,7 @@ use vnet::dispatch::observers::Observers;
 use vnet::dispatch::setup::{Feeder, InterfacePort, LinkPort, Parts};
 use vnet::dispatch::timeline::Timeline;
 use vnet::frame::{NetworkId, PortId};
-use vnet::inherit::Inheritance;
+use vnet::inherit::{self, Inheritance};
 use vnet::interface::change_events::Bell;
 use vnet::interface::sideband::Sideband;
 use vnet::kernel::{Outlive, PinOptions};
@@ -178,6 +178,8 @@ pub struct Engine {
     pub(super) inbox: Arc<Inbox>,
     /// Keeper of sealed links; present if this host has an identity.
     pub(super) keeper: Option<Keeper>,
+    /// The hosts that meet at this one, if it lets hosts meet.
+    pub(super) relay: Option<Arc<Relay>>,
     pub(super) next_route: u32,
     pub(super) indices: Indices,
     pub(super) witness: Witness,
@@ -243,7 +245,7 @@ impl Engine {
             inheritance,
         })
         .map_err(|error| core_error(desired, error))?;
-        let keeper = keeper(desired, &core)?;
+        let (keeper, relay) = keeper(desired, &core)?.unzip();
         let (networks, interfaces, links, routes) = (vec![], vec![], vec![], vec![]);
         let nothing = Desired { networks, interfaces, links, routes, ..desired.clone() };
         Ok(Engine {
@@ -262,6 +264,7 @@ impl Engine {
             direct: Mutex::default(),
             inbox: Arc::new(Inbox::new().map_err(CoreError::from)?),
             keeper,
+            relay: relay.flatten(),
             next_route: 1,
             indices: Indices::default(),
             witness: Witness::default(),
@@ -470,8 +473,8 @@ fn core_error(desired: &Desired, error: CoreError) -> EngineError {
     EngineError::Open(Problem::new(place, error.to_string()))
 }
 
-/// Starts the keeper of sealed links, if this host has an identity.
-fn keeper(desired: &Desired, core: &Core) -> Result<Option<Keeper>, EngineError> {
+/// Starts the keeper of sealed links, if this host has an identity, and the relay, if other hosts meet here.
+fn keeper(desired: &Desired, core: &Core) -> Result<Option<(Keeper, Option<Arc<Relay>>)>, EngineError> {
     let Some(Item { place, spec: files }) = &desired.identity else { return Ok(None) };
     let open = |text: String| EngineError::Open(Problem::new(place, text));
     let name = &desired.host.spec.name;
@@ -479,18 +482,24 @@ fn keeper(desired: &Desired, core: &Core) -> Result<Option<Keeper>, EngineError>
         Arc::new(IdentityStore::open(files.clone(), name).map_err(|error| open(error.to_string()))?);
     let BridgeSpec { meetings, .. } = desired.bridge.spec;
     let meet_at = desired.bridge.spec.meet_at(core.bridge_address());
-    let relay = (meetings > 0).then(|| Relay::start(meet_at, meetings, core.bridge_stats().clone()));
-    let relay = relay.transpose().map_err(|error| open(KeeperError::Thread(error).to_string()))?;
+    let sockets = || core.inheritance().map(|from| from.take(inherit::RELAY)).unwrap_or_default();
+    let start = || Relay::start(meet_at, meetings, core.bridge_stats().clone(), sockets());
+    let relay = (meetings > 0)
+        .then(start)
+        .transpose()
+        .map_err(|error| open(KeeperError::Thread(error).to_string()))?
+        .map(Arc::new);
     let options = KeeperOptions {
         listen: core.bridge_address(),
         identity,
         started: core.started(),
         rekey: Duration::from_secs(desired.bridge.spec.rekey_s.into()),
         courier: Box::new(core.courier().clone()),
-        relay: relay.map(|relay| Arc::new(relay) as Arc<dyn GuestService>),
+        relay: relay.clone().map(|relay| relay as Arc<dyn GuestService>),
         inheritance: core.inheritance().cloned(),
     };
-    Keeper::start(options).map(Some).map_err(|error| open(error.to_string()))
+    let keeper = Keeper::start(options).map_err(|error| open(error.to_string()))?;
+    Ok(Some((keeper, relay)))
 }
 
 fn network(spec: &NetworkSpec) -> route::NetworkSpec {

@@ -5,6 +5,7 @@
 //!   vxlan/D               the VXLAN socket of dispatcher D     kernel/wire                 the wire's TAP
 //!   streams               the TCP listener of stream links     interface/NAME/KIND         queues and sockets of an interface, in order
 //!   sealed                the TCP listener for handshakes of sealed links
+//!   relay                 UDP sockets of the pairs of hosts that meet here
 //! ```
 //!
 //! Both processes hold the same open files, so frames wait in the kernel's queues while neither reads. Until the last step is done,
@@ -30,6 +31,8 @@ pub const STREAMS: &str = "streams";
 
 /// Name of the TCP listener for handshakes of sealed links.
 pub const SEALED: &str = "sealed";
+/// Name of the UDP sockets of the pairs of hosts that meet here.
+pub const RELAY: &str = "relay";
 
 /// Name of socket `index` of dispatcher `dispatcher`.
 pub fn bridge(dispatcher: usize, index: usize) -> String {

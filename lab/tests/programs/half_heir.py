@@ -59,7 +59,7 @@ def go(connection: socket.socket, last: str) -> None:
         return
     message, _ = hear(connection)
     assert message["message"] == "last", message
-    for _ in range(message["sealed"]):
+    for _ in range(message["sealed"] + message["pairs"]):
         left = int.from_bytes(receive(connection, 4), "little")
         receive(connection, left)
     if last == "last":

@@ -15,10 +15,11 @@ use vnet::dispatch::core::Still;
 use vnet::frame::Batch;
 use vnet::inherit::{self, PortState};
 use vnet::interface::Handed;
+use vnet::link::rendezvous::relay_succession::Frozen;
 use vnet::link::sealed::keeper::Keeper;
 use vnet::link::succession::SealedBytes;
 
-/// What is handed over first. Until it is dropped, no front end of a guest changes anything.
+/// What is handed over first. Until it is dropped, no front end of a guest changes anything, and the same pairs of hosts meet here.
 pub struct Given<'a> {
     /// Settings and positions.
     pub estate: Estate,
@@ -26,6 +27,7 @@ pub struct Given<'a> {
     pub descriptors: Vec<(String, OwnedFd)>,
     _turns: Vec<MutexGuard<'a, ()>>,
     _quiet: Vec<MutexGuard<'a, Batch>>,
+    _frozen: Option<Frozen<'a>>,
 }
 
 impl Engine {
@@ -35,7 +37,13 @@ impl Engine {
     /// Why this host cannot be taken over, in one line.
     pub fn estate(&self) -> Result<Given<'_>, String> {
         let mut descriptors = self.core.descriptors()?;
-        descriptors.extend(self.sealing_descriptor()?);
+        let failed = |error| format!("cannot duplicate a descriptor: {error}");
+        if let Some(keeper) = &self.keeper {
+            descriptors.push((inherit::SEALED.into(), keeper.descriptor().map_err(failed)?));
+        }
+        let (sockets, frozen) =
+            self.relay.as_ref().map(|relay| relay.hand_over()).transpose().map_err(failed)?.unzip();
+        descriptors.extend(sockets.into_iter().flatten().map(|socket| (inherit::RELAY.into(), socket)));
         let (mut guests, mut ports) = (BTreeMap::new(), BTreeMap::new());
         let (mut turns, mut quiets) = (vec![], vec![]);
         for (name, live) in &self.interfaces {
@@ -66,7 +74,7 @@ impl Engine {
             indices: self.indices.assigned(),
         };
         let estate = Estate { settings: settings::save(&self.own), positions };
-        Ok(Given { estate, descriptors, _turns: turns, _quiet: quiets })
+        Ok(Given { estate, descriptors, _turns: turns, _quiet: quiets, _frozen: frozen })
     }
 
     /// The direct ports of an interface, and their sockets in the same order.
@@ -81,32 +89,13 @@ impl Engine {
         Ok(all.into_iter().unzip())
     }
 
-    /// The listener for handshakes of sealed links, if this host has an identity.
-    fn sealing_descriptor(&self) -> Result<Option<(String, OwnedFd)>, String> {
-        let Some(keeper) = &self.keeper else { return Ok(None) };
-        if self.current.bridge.spec.meetings > 0 {
-            return Err(
-                "the hosts that meet here would lose each other (meetings): restart vnetd instead".into()
-            );
-        }
-        let relayed = self.current.links.iter().find(|item| item.spec.security.via.is_some());
-        if let Some(Item { spec, .. }) = relayed {
-            let name = &spec.name;
-            return Err(format!(
-                "link {name}: its path by a rendezvous cannot be handed over; restart vnetd instead"
-            ));
-        }
-        let listener =
-            keeper.descriptor().map_err(|error| format!("cannot duplicate a descriptor: {error}"))?;
-        Ok(Some((inherit::SEALED.into(), listener)))
-    }
-
     /// Has all dispatchers stand still until the result is dropped, and sealed links until [`Engine::reclaim`]; `None` if a dispatcher does
     /// not in time.
     pub fn stand_still(&self) -> Option<Still<'_>> {
         let still = self.core.stand_still()?;
         self.keeper.iter().for_each(Keeper::rest);
         self.links.values().for_each(|live| live.link.begin_hand_over());
+        self.relay.iter().for_each(|relay| relay.rest());
         Some(still)
     }
 
@@ -136,11 +125,17 @@ impl Engine {
         self.links.values().filter_map(|live| live.link.hand_over(now_ms)).collect()
     }
 
+    /// The pairs of hosts that meet here with their keys, while dispatchers stand still.
+    pub fn pair_states(&self) -> Vec<SealedBytes> {
+        self.relay.as_ref().map(|relay| relay.states()).unwrap_or_default()
+    }
+
     /// Uses the sealed links again, after a take-over that failed and while dispatchers still stand still. `used`: the new vnetd may have used the
     /// keys, which are therefore replaced.
     pub fn reclaim(&self, used: bool) {
         self.links.values().for_each(|live| live.link.reclaim(used));
         self.keeper.iter().for_each(Keeper::go_on);
+        self.relay.iter().for_each(|relay| relay.go_on());
         if used && self.keeper.is_some() {
             tracing::warn!("sealed links get new keys, because the other vnetd may have used the old ones");
         }

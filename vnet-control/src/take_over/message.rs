@@ -1,5 +1,5 @@
-//! Messages of a take-over: a length (32 bits, little-endian), then JSON. Sealed links follow `Last` without JSON, each as a length and the
-//! form of [`vnet::link::succession`]: keys never become text.
+//! Messages of a take-over: a length (32 bits, little-endian), then JSON. Sealed links and pairs of hosts that meet here follow `Last`
+//! without JSON, each as a length and the form of [`vnet::link::succession`] or [`vnet::link::rendezvous::relay_succession`]: keys never become text.
 //!
 //! They come from processes of root or of vnetd's own user only. All the same they are bounded and checked: a message that is too long, has an
 //! unknown field or comes at a wrong time ends the take-over, and the running vnetd goes on.
@@ -21,6 +21,8 @@ pub const PASSED_MAX: usize = 128;
 pub const DESCRIPTORS_MAX: usize = 8192;
 /// Maximum number of sealed links: that of links.
 pub const SEALED_MAX: usize = 4096;
+/// Maximum number of pairs of hosts that meet there: that of `meetings`.
+pub const PAIRS_MAX: usize = 256;
 
 /// A message.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -60,6 +62,8 @@ pub enum Message {
         last: Box<Last>,
         /// Number of sealed links that follow.
         sealed: usize,
+        /// Number of pairs of hosts that meet there, which follow behind them.
+        pairs: usize,
     },
     /// From the new vnetd, before it uses anything of the last state. If it fails later, keys of sealed links are discarded.
     Begins,
@@ -152,7 +156,7 @@ mod tests {
         round(&Message::Estate { estate: Box::new(estate), descriptors: 3, process }, 0);
         round(&Message::Descriptors { names: vec!["bridge/0/0".into(), "a".into()] }, 2);
         round(&Message::Prepared, 0);
-        round(&Message::Last { last: Box::default(), sealed: 2 }, 0);
+        round(&Message::Last { last: Box::default(), sealed: 2, pairs: 1 }, 0);
         round(&Message::Begins, 0);
         round(&Message::Running, 0);
     }

@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 use vnet::frame::PortId;
 use vnet::inherit::{GuestState, PortState};
 use vnet::kernel::Counted;
+use vnet::link::rendezvous::relay_succession::PairState;
 use vnet::link::succession::SealedState;
 use vnet::route::{LearnedStats, Sighting};
 
@@ -79,8 +80,15 @@ pub struct Last {
     pub flows: Vec<Counted>,
 }
 
-/// The last state, and the sealed links with their keys, which never become text.
-pub type LastState = (Last, Vec<SealedState>);
+/// The last state, and what holds keys, which never become text.
+pub struct LastState {
+    /// Counters and addresses.
+    pub last: Last,
+    /// The sealed links.
+    pub sealed: Vec<SealedState>,
+    /// The pairs of hosts that meet at this host.
+    pub pairs: Vec<PairState>,
+}
 
 #[cfg(test)]
 mod tests {

@@ -95,7 +95,8 @@ impl Engine {
                 "the running vnetd hands over {name}, which this version does not use"
             )));
         }
-        let (last, sealed) = (eve.last)()?;
+        let state = (eve.last)()?;
+        let last = &state.last;
         for counts in last.interfaces.values().chain(last.links.values()).chain([&last.bridge]) {
             PortStats::default().resume(counts).map_err(|unknown| {
                 wrong(format!("the running vnetd has a counter that this version lacks: {unknown}"))
@@ -103,13 +104,13 @@ impl Engine {
         }
         // No step after this one fails, up to the first setup.
         (eve.begins)()?;
-        self.last = Some((last, sealed));
+        self.last = Some(state);
         Ok(())
     }
 
     /// Goes on where the running vnetd stands still. Call it once all interfaces and links are there, before the first setup.
     pub(crate) fn resume(&mut self) {
-        let Some((last, sealed)) = self.last.take() else { return };
+        let Some(LastState { last, sealed, pairs }) = self.last.take() else { return };
         let Positions { routes, next_route, indices, .. } = std::mem::take(&mut self.positions);
         for (item, index) in self.current.routes.iter().zip(routes) {
             self.route_indices.insert(item.spec.clone(), index);
@@ -135,6 +136,10 @@ impl Engine {
                     tracing::warn!("the vnetd before had a sealed link {} that this one lacks", state.name())
                 }
             }
+        }
+        if let Some(relay) = &self.relay {
+            pairs.into_iter().for_each(|pair| relay.resume(pair));
+            relay.resumed();
         }
         let kind = |port| kinds.get(&port).copied();
         self.core.learned().resume(&last.sightings, last.learned, kind, now_ms);

@@ -9,6 +9,7 @@ use crate::desired::Desired;
 use crate::engine::{Engine, EngineError};
 use crate::overlay::Computed;
 use vnet::inherit::Inheritance;
+use vnet::link::rendezvous::relay_succession::PairState;
 use vnet::link::sealed::pki::{Flaw, Pki};
 use vnet::link::succession::SealedState;
 
@@ -65,8 +66,10 @@ fn take_over(engine: &Engine, change: impl FnOnce(&mut Given<'_>)) -> Result<Eng
     let still = engine.stand_still().unwrap();
     let last = engine.last();
     let sealed = engine.sealed_states().iter().map(|bytes| SealedState::parse(bytes).unwrap()).collect();
+    let pairs = engine.pair_states().iter().map(|bytes| PairState::parse(bytes).unwrap()).collect();
+    let last = LastState { last, sealed, pairs };
     drop(still);
-    Engine::take_over(taking, |_, _| Computed::default(), move || Ok((last, sealed)), || Ok(()))
+    Engine::take_over(taking, |_, _| Computed::default(), move || Ok(last), || Ok(()))
 }
 
 #[test]
@@ -177,18 +180,17 @@ fn a_take_over_without_the_sealed_listener_fails_and_the_links_go_on() {
 }
 
 #[test]
-fn meetings_and_relayed_links_cannot_be_handed_over() {
+fn a_host_where_others_meet_and_one_that_meets_are_handed_over() {
     let folder = tempfile::tempdir().unwrap();
     let pki = Pki::new(folder.path());
-    let engine = sealed(folder.path(), &pki, "meetings = 4");
-    let why = engine.estate().err().unwrap();
-    assert_eq!(why, "the hosts that meet here would lose each other (meetings): restart vnetd instead");
-    engine.stop();
     let relayed = "\n[[link]]\nname = \"h3\"\nsealed = true\nvia = \"h2\"";
-    let engine = sealed(folder.path(), &pki, relayed);
-    let why = engine.estate().err().unwrap();
-    assert_eq!(why, "link h3: its path by a rendezvous cannot be handed over; restart vnetd instead");
-    engine.stop();
+    let engine = sealed(folder.path(), &pki, &format!("meetings = 4{relayed}"));
+    assert_eq!(engine.sealed_states().len(), 2);
+    let mut heir = take_over(&engine, |_| {}).unwrap();
+    std::mem::forget(engine);
+    heir.settle();
+    assert!(heir.relay.is_some() && heir.links.contains_key("h3"));
+    heir.stop();
 }
 
 /// A host whose interface vm2 has a configured direct port of this number, and vm1 one that each link negotiates.

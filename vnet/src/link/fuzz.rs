@@ -10,6 +10,7 @@ use super::{DIRECT_MAX, DirectOffer, DirectPort, Link, LinkKind, LinkOptions, Se
 use crate::frame::{NetworkId, PortId};
 use crate::link::native::direct_ports::DirectPorts;
 use crate::link::rendezvous::client::{KEY_LEN, Registration, RendezvousMessage};
+use crate::link::rendezvous::relay_succession::PairState;
 use crate::link::sealed::handshake::{self, HandshakeMessage};
 use crate::link::sealed::identity::tls::Patient;
 use crate::link::sealed::identity::{CertificateInfo, Identity, is_for};
@@ -108,6 +109,11 @@ pub fn handshake(data: &[u8]) {
 /// Invariants: no panic; the link goes on with later numbers, opens no forged datagram, and hands over as many sessions again, unless a
 /// number or an age has reached its limit.
 pub fn succession(data: &[u8]) {
+    if let Ok(pair) = PairState::parse(data) {
+        let form = pair.to_bytes();
+        assert_eq!(form.len(), data.len());
+        assert!(PairState::parse(&form).is_ok());
+    }
     let Ok(state) = SealedState::parse(data) else { return };
     let (name, link) = (state.name().to_owned(), link("h2"));
     assert!(name.len() < data.len());

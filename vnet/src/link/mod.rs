@@ -26,6 +26,7 @@
 
 mod bridge;
 mod common;
+mod encoding;
 pub mod fake;
 #[cfg(feature = "test-util")]
 pub mod fuzz;

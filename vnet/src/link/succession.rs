@@ -28,34 +28,30 @@
 //!
 //! ```text
 //!   version 1 | length of the name 2, name | next number 8 | ms since the peer was heard, or all ones 8 | round trip us 4 | flags 1
-//!   family of the peer's address 1: 0 none, 4 or 6 | address 4 or 16, port 2, for family 6 scope 4 | number of sessions 1
+//!   the peer's address (encoding.rs) | 0 or 1, for a link with `via`: its choice of the path (rendezvous/hole_punching.rs) | number of sessions 1
 //!   each session, oldest first:
 //!     epoch 1 | stage 1: 0 pending, 1 current, 2 retired | role 1: 0 initiator, 1 responder | first number 8 | age ms 8
-//!     ms since it retired 8 | exported keys 72 | 0 or 1: application secret 1, secret 32 | replay window 513 * 8
+//!     ms since it retired, or all ones 8 | exported keys 72 | 0 or 1: application secret 1, secret 32 | replay window 513 * 8
 //!     certificates 1 | for each, length 4 and DER
 //! ```
 //!
 //! It holds secrets: it is kept in memory that is zeroed when it is dropped, and is never logged.
 
-use std::net::{SocketAddr, SocketAddrV6};
-use std::time::{Duration, Instant};
+use std::net::SocketAddr;
 
-use rustls::pki_types::CertificateDer;
 use zeroize::Zeroizing;
 
+use super::encoding::{NEVER, Reader, certificates_len, write_address, write_age, write_certificates};
+pub use super::encoding::{SEALED_STATE_MAX, SealedBytes, SuccessionError};
+use super::first_number;
 use super::link::Link;
+use super::rendezvous::hole_punching::PathState;
 use super::sealed::aead::OpeningKey;
 use super::sealed::identity::CertificateInfo;
-use super::sealed::identity::tls::CERTIFICATES_MAX;
 use super::sealed::replay::{ReplayWindow, SLOTS};
 use super::sealed::session::{Exported, Resumed, Role, Session, Stage};
 use super::state::LinkState;
-use super::{first_number, normalised};
 
-/// The encoded state, in memory that is zeroed when it is dropped.
-pub type SealedBytes = Zeroizing<Vec<u8>>;
-/// Maximum length of the encoded state in bytes: four sessions, whose certificates came by handshakes of at most 128 KiB.
-pub const SEALED_STATE_MAX: usize = 1 << 20;
 /// Numbers that the next vnetd leaves out: more than a running one could send besides frames until it ends.
 const MARGIN: u64 = 1 << 16;
 const VERSION: u8 = 1;
@@ -63,15 +59,9 @@ const VERSION: u8 = 1;
 const SESSIONS_MAX: u8 = 4;
 const UP: u8 = 0x01;
 const ASKS_REKEY: u8 = 0x02;
-/// Maximum age of a session in ms: 34 years.
-const AGE_MAX_MS: u64 = 1 << 40;
-const NEVER: u64 = u64::MAX;
 const SECRET_LEN: usize = 32;
-
-/// Error of an encoded state: it is not that of a sealed link of this version.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("not the state of a sealed link: {0}")]
-pub struct SuccessionError(&'static str);
+/// Bytes of a state before its sessions, besides its name.
+const HEAD_LEN: usize = 256;
 
 /// A sealed link of the running vnetd, with its keys.
 pub struct SealedState {
@@ -80,6 +70,8 @@ pub struct SealedState {
     /// Time since the peer was heard.
     silent_ms: Option<u64>,
     remote: Option<SocketAddr>,
+    /// The choice between the relayed and the direct path, of a link with `via`.
+    path: Option<PathState>,
     resumed: Resumed,
     sessions: Vec<Session>,
 }
@@ -104,11 +96,10 @@ impl Link {
     pub fn hand_over(&self, now_ms: u64) -> Option<SealedBytes> {
         let seal = self.seal()?;
         let sessions = seal.sessions.lock();
-        let certificates: usize =
-            sessions.iter().flat_map(|session| &session.chain).map(|one| 4 + one.len()).sum();
+        let certificates: usize = sessions.iter().map(|session| certificates_len(&session.chain)).sum();
         let fixed = 128 + SLOTS as usize * 8 + size_of::<Exported>() + SECRET_LEN;
         // Written without growing: a vector that grows leaves its former bytes in freed memory.
-        let len = 64 + self.name().len() + sessions.len() * fixed + certificates;
+        let len = HEAD_LEN + self.name().len() + sessions.len() * fixed + certificates;
         let mut out = SealedBytes::new(Vec::with_capacity(len));
         out.push(VERSION);
         out.extend_from_slice(&(self.name().len() as u16).to_le_bytes());
@@ -120,6 +111,8 @@ impl Link {
         let is_up = if seal.state() == LinkState::Up { UP } else { 0 };
         out.push(is_up | if seal.is_rekey_requested() { ASKS_REKEY } else { 0 });
         write_address(self.remote(), &mut out);
+        out.push(u8::from(self.via().is_some()));
+        self.via().iter().for_each(|via| via.hand_over(&mut out));
         out.push(sessions.len() as u8);
         sessions.iter().for_each(|session| write_session(session, &mut out));
         debug_assert!(out.len() <= len);
@@ -135,6 +128,9 @@ impl Link {
         }
         if let Some(remote) = state.remote.filter(|remote| self.remote() != Some(*remote)) {
             native.place.move_to(remote);
+        }
+        if let (Some(via), Some(path)) = (&native.via, state.path) {
+            via.resume(path);
         }
         seal.resume(state.sessions, state.resumed);
     }
@@ -152,43 +148,21 @@ impl Link {
     }
 }
 
-fn write_address(remote: Option<SocketAddr>, out: &mut Vec<u8>) {
-    match remote {
-        None => out.push(0),
-        Some(SocketAddr::V4(at)) => {
-            out.push(4);
-            out.extend_from_slice(&at.ip().octets());
-            out.extend_from_slice(&at.port().to_le_bytes());
-        }
-        Some(SocketAddr::V6(at)) => {
-            out.push(6);
-            out.extend_from_slice(&at.ip().octets());
-            out.extend_from_slice(&at.port().to_le_bytes());
-            out.extend_from_slice(&at.scope_id().to_le_bytes());
-        }
-    }
-}
-
 fn write_session(session: &Session, out: &mut Vec<u8>) {
-    let ms = |since: Instant| (since.elapsed().as_millis() as u64).to_le_bytes();
     let (stage, retired) = match session.stage {
-        Stage::Pending => (0, [0; 8]),
-        Stage::Current => (1, [0; 8]),
-        Stage::Retired(since) => (2, ms(since)),
+        Stage::Pending => (0, None),
+        Stage::Current => (1, None),
+        Stage::Retired(since) => (2, Some(since)),
     };
     out.extend_from_slice(&[session.epoch, stage, u8::from(session.role == Role::Responder)]);
     out.extend_from_slice(&session.sealing.first().to_le_bytes());
-    out.extend_from_slice(&ms(session.made));
-    out.extend_from_slice(&retired);
+    write_age(Some(session.made), out);
+    write_age(retired, out);
     out.extend_from_slice(&*session.exported);
     out.push(u8::from(session.application_secret.is_some()));
     session.application_secret.iter().for_each(|secret| out.extend_from_slice(&**secret));
     session.opening.window().slots().for_each(|slot| out.extend_from_slice(&slot.to_le_bytes()));
-    out.push(session.chain.len() as u8);
-    for certificate in &session.chain {
-        out.extend_from_slice(&(certificate.len() as u32).to_le_bytes());
-        out.extend_from_slice(certificate);
-    }
+    write_certificates(&session.chain, out);
 }
 
 impl SealedState {
@@ -202,45 +176,27 @@ impl SealedState {
     /// # Errors
     /// It is not one, or it contradicts itself.
     pub fn parse(bytes: &[u8]) -> Result<SealedState, SuccessionError> {
-        if bytes.len() > SEALED_STATE_MAX {
-            return Err(SuccessionError("it is too long"));
-        }
-        let mut from = Reader(bytes);
+        let mut from = Reader::new(bytes)?;
         if from.u8()? != VERSION {
             return Err(SuccessionError("another version"));
         }
-        let len = from.u16()?;
-        let name = std::str::from_utf8(from.take(len.into())?).map_err(|_| SuccessionError("its name"))?;
-        let number = from.u64()?;
+        let name = from.name(usize::from(u16::MAX))?;
+        let number = from.counted()?;
         let silent_ms = Some(from.u64()?).filter(|ms| *ms != NEVER);
         let (rtt_us, flags) = (from.u32()?, from.u8()?);
         if flags & !(UP | ASKS_REKEY) != 0 {
             return Err(SuccessionError("an unknown flag"));
         }
         let resumed = Resumed { is_up: flags & UP != 0, asks_rekey: flags & ASKS_REKEY != 0, rtt_us };
-        let remote = read_address(&mut from)?;
+        let remote = from.address()?;
+        let path = if from.has()? { Some(PathState::read(&mut from)?) } else { None };
         let sessions = read_sessions(&mut from)?;
         let firsts = sessions.iter().map(|session| session.sealing.first());
-        // Ends before the numbers do.
-        if firsts.max().is_some_and(|first| first > number) || number.checked_add(1 << 48).is_none() {
+        if firsts.max().is_some_and(|first| first > number) {
             return Err(SuccessionError("a datagram number"));
         }
-        if !from.0.is_empty() {
-            return Err(SuccessionError("bytes follow it"));
-        }
-        Ok(SealedState { name: name.into(), number, silent_ms, remote, resumed, sessions })
-    }
-}
-
-fn read_address(from: &mut Reader<'_>) -> Result<Option<SocketAddr>, SuccessionError> {
-    match from.u8()? {
-        0 => Ok(None),
-        4 => Ok(Some(SocketAddr::new(from.array::<4>()?.into(), from.u16()?))),
-        6 => {
-            let (ip, port, scope) = (from.array::<16>()?.into(), from.u16()?, from.u32()?);
-            Ok(Some(normalised(SocketAddrV6::new(ip, port, 0, scope).into())))
-        }
-        _ => Err(SuccessionError("an address of an unknown family")),
+        from.end()?;
+        Ok(SealedState { name: name.into(), number, silent_ms, remote, path, resumed, sessions })
     }
 }
 
@@ -268,80 +224,25 @@ fn read_session(from: &mut Reader<'_>) -> Result<Session, SuccessionError> {
         _ => return Err(SuccessionError("a role")),
     };
     let first = from.u64()?;
-    let (made, retired) = (from.instant()?, from.instant()?);
-    let stage = match stage {
-        0 => Stage::Pending,
-        1 => Stage::Current,
-        2 => Stage::Retired(retired),
+    let (made, retired) = (from.instant()?, from.age()?);
+    let stage = match (stage, retired) {
+        (0, None) => Stage::Pending,
+        (1, None) => Stage::Current,
+        (2, Some(retired)) => Stage::Retired(retired),
         _ => return Err(SuccessionError("a stage")),
     };
     let exported: Zeroizing<Exported> = Zeroizing::new(from.array()?);
-    let secret = match from.u8()? {
-        0 => None,
-        1 => Some(Zeroizing::new(from.array::<SECRET_LEN>()?)),
-        _ => return Err(SuccessionError("an application secret")),
-    };
+    let secret = if from.has()? { Some(Zeroizing::new(from.array::<SECRET_LEN>()?)) } else { None };
     let slots = (0..SLOTS).map(|_| from.u64()).collect::<Result<Vec<_>, _>>()?;
     let window = ReplayWindow::resumed(&slots).ok_or(SuccessionError("a replay window"))?;
-    let chain = read_certificates(from)?;
+    let chain = from.certificates()?;
     // Read as in a handshake. The keeper verifies the certificates at once.
-    let info = CertificateInfo::read(&chain[0]).map_err(|_| SuccessionError("a certificate"))?;
+    let leaf = chain.first().ok_or(SuccessionError("no certificate"))?;
+    let info = CertificateInfo::read(leaf).map_err(|_| SuccessionError("a certificate"))?;
     let mut session = Session::new(&exported, role, epoch, first, (chain, info));
     session.opening = OpeningKey::resumed(&session.opening_material(), window).into();
     (session.application_secret, session.made, session.stage) = (secret, made, stage);
     Ok(session)
-}
-
-/// One or more certificates.
-fn read_certificates(from: &mut Reader<'_>) -> Result<Vec<CertificateDer<'static>>, SuccessionError> {
-    let count = from.u8()?;
-    if count == 0 || usize::from(count) > CERTIFICATES_MAX {
-        return Err(SuccessionError("a number of certificates"));
-    }
-    let one = |_| {
-        let len = from.u32()?;
-        Ok(CertificateDer::from(from.take(len as usize)?.to_vec()))
-    };
-    (0..count).map(one).collect()
-}
-
-/// Bytes that are left.
-struct Reader<'a>(&'a [u8]);
-
-impl<'a> Reader<'a> {
-    fn take(&mut self, len: usize) -> Result<&'a [u8], SuccessionError> {
-        let (taken, rest) = self.0.split_at_checked(len).ok_or(SuccessionError("it ends early"))?;
-        self.0 = rest;
-        Ok(taken)
-    }
-
-    fn array<const N: usize>(&mut self) -> Result<[u8; N], SuccessionError> {
-        let (taken, rest) = self.0.split_first_chunk().ok_or(SuccessionError("it ends early"))?;
-        self.0 = rest;
-        Ok(*taken)
-    }
-
-    fn u8(&mut self) -> Result<u8, SuccessionError> {
-        Ok(self.array::<1>()?[0])
-    }
-
-    fn u16(&mut self) -> Result<u16, SuccessionError> {
-        Ok(u16::from_le_bytes(self.array()?))
-    }
-
-    fn u32(&mut self) -> Result<u32, SuccessionError> {
-        Ok(u32::from_le_bytes(self.array()?))
-    }
-
-    fn u64(&mut self) -> Result<u64, SuccessionError> {
-        Ok(u64::from_le_bytes(self.array()?))
-    }
-
-    /// A time in the past, by the milliseconds since then.
-    fn instant(&mut self) -> Result<Instant, SuccessionError> {
-        let age = Some(self.u64()?).filter(|ms| *ms <= AGE_MAX_MS).map(Duration::from_millis);
-        age.and_then(|age| Instant::now().checked_sub(age)).ok_or(SuccessionError("an age"))
-    }
 }
 
 #[cfg(test)]

@@ -1,11 +1,14 @@
 use std::collections::HashSet;
 use std::sync::{Arc, LazyLock};
+use std::time::{Duration, Instant};
+
+use rustls::pki_types::CertificateDer;
 
 use super::*;
 use crate::frame::PortId;
 use crate::link::sealed::pki::Pki;
 use crate::link::sealed::session;
-use crate::link::{LinkKind, LinkOptions, Security};
+use crate::link::{ANYWHERE, LinkKind, LinkOptions, Security};
 use crate::stats::DiscardReason;
 use crate::wire::native::Header;
 
@@ -189,6 +192,50 @@ fn addresses_of_all_families_go_on() {
     }
 }
 
+/// The state of a link's choice of paths, as the next vnetd has it.
+fn path_state(link: &Link) -> Vec<u8> {
+    let mut out = vec![];
+    link.via().expect("a link with a rendezvous").hand_over(&mut out);
+    out
+}
+
+#[test]
+fn the_choice_of_the_path_goes_on() {
+    let by_relay = || {
+        let kind = LinkKind::default();
+        let (name, remote) = ("h2".into(), ANYWHERE);
+        let options = LinkOptions { name, remote, ports: 1, networks: None, mtu: None, kind };
+        let security = Security { peer: Some("h2".into()), macs: None, via: Some("r".into()) };
+        Link::with_security(options, security, PortId(0), Arc::default())
+    };
+    let near = by_relay();
+    assert!(near.seal().unwrap().accept(session(Role::Initiator, 0, &near)));
+    let (relay, direct) = ("192.0.2.3:9001".parse().unwrap(), "192.0.2.9:9000".parse().unwrap());
+    near.via().unwrap().pretend(relay, Some(direct));
+    near.native().unwrap().place.move_to(direct);
+    near.begin_hand_over();
+    let heir = by_relay();
+    heir.resume(SealedState::parse(&near.hand_over(0).unwrap()).unwrap(), 0);
+    assert_eq!(heir.remote(), Some(direct));
+    let via = heir.via().unwrap();
+    assert_eq!(via.sources(), [relay, direct]);
+    assert!(via.is_relay(relay));
+    assert_eq!(via.settle(Some(direct)), (None, false), "frames still go directly");
+    assert_eq!(via.other_paths(Some(direct)), (true, vec![relay]));
+    let number = |link: &Link| {
+        let (to, bytes) = link.via().unwrap().registration().unwrap();
+        assert_eq!(to, relay);
+        u64::from_be_bytes(bytes[16..24].try_into().unwrap())
+    };
+    assert!(number(&near) < number(&heir));
+    // Without anything known, too.
+    let bare = by_relay();
+    bare.begin_hand_over();
+    let heir = by_relay();
+    heir.resume(SealedState::parse(&bare.hand_over(0).unwrap()).unwrap(), 0);
+    assert_eq!(path_state(&heir), path_state(&by_relay()));
+}
+
 #[test]
 fn a_link_without_keys_goes_on_without() {
     let bare = link();
@@ -213,14 +260,15 @@ fn other_encodings_are_refused() {
     let longer = [&good[..], &[0]].concat();
     assert_eq!(SealedState::parse(&longer).unwrap_err(), SuccessionError("bytes follow it"));
     assert!(SealedState::parse(&vec![0; SEALED_STATE_MAX + 1]).is_err());
-    // version, name, number, silence, round trip; then flags, family and address, sessions, epoch, stage, role, first number.
+    // version, name, number, silence, round trip; then flags, family and address, no choice of paths, sessions, epoch, stage, role, first number.
     let flags = 1 + 2 + 2 + 8 + 8 + 4;
-    let sessions = flags + 1 + 1 + 4 + 2;
+    let sessions = flags + 1 + 1 + 4 + 2 + 1;
     for (at, wrong) in [
         (0, 2),
         (3, 0xff),
         (flags, 0x80),
         (flags + 1, 5),
+        (sessions - 1, 2),
         (sessions, 5),
         (sessions + 1, 4),
         (sessions + 2, 3),

@@ -275,9 +275,9 @@ fn prepare(channel: &Channel, given: &Given<'_>, own: &Own) -> Result<(), Channe
 /// Passes the last state, and waits until frames flow again. `has_begun`: the new vnetd may use keys of sealed links.
 fn last_step(channel: &Channel, engine: &Engine, has_begun: &mut bool) -> Result<(), ChannelError> {
     let began = Instant::now();
-    let (last, sealed) = (Box::new(engine.last()), engine.sealed_states());
-    channel.send(&Message::Last { last, sealed: sealed.len() }, &[])?;
-    sealed.iter().try_for_each(|state| channel.send_sealed(state))?;
+    let (last, sealed, pairs) = (Box::new(engine.last()), engine.sealed_states(), engine.pair_states());
+    channel.send(&Message::Last { last, sealed: sealed.len(), pairs: pairs.len() }, &[])?;
+    sealed.iter().chain(&pairs).try_for_each(|state| channel.send_sealed(state))?;
     tracing::debug!("the last state is sent after {} us", began.elapsed().as_micros());
     let deadline = Instant::now() + RUNNING_WITHIN;
     match channel.receive(RUNNING_WITHIN)?.0 {

@@ -5,12 +5,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vnet::inherit::Inheritance;
+use vnet::link::rendezvous::relay_succession::PairState;
 use vnet::link::succession::{SealedState, SuccessionError};
 use vnet::unix::{self, Peer};
 use vnet_control::desired::Desired;
 use vnet_control::engine::{Engine, EngineError};
 use vnet_control::overlay::Computed;
-use vnet_control::take_over::message::{DESCRIPTORS_MAX, Message, Process, SEALED_MAX, VERSION};
+use vnet_control::take_over::message::{DESCRIPTORS_MAX, Message, PAIRS_MAX, Process, SEALED_MAX, VERSION};
 use vnet_control::take_over::{LastState, Taking};
 
 use super::channel::{Channel, ChannelError};
@@ -153,18 +154,18 @@ impl Taker {
 /// Has the running vnetd stand still, and gets its last state.
 fn last_state(channel: &Channel) -> Result<LastState, TakeError> {
     channel.send(&Message::Prepared, &[])?;
-    let Message::Last { last, sealed } = channel.receive(LAST_WITHIN)?.0 else {
+    let Message::Last { last, sealed, pairs } = channel.receive(LAST_WITHIN)?.0 else {
         return Err(ChannelError::Unexpected.into());
     };
-    if sealed > SEALED_MAX {
+    if sealed > SEALED_MAX || pairs > PAIRS_MAX {
         return Err(ChannelError::Unexpected.into());
     }
-    let one = |_| -> Result<SealedState, TakeError> {
-        Ok(SealedState::parse(&channel.receive_sealed(LAST_WITHIN)?)?)
-    };
-    let sealed = (0..sealed).map(one).collect::<Result<Vec<_>, _>>()?;
+    let one = |_| channel.receive_sealed(LAST_WITHIN);
+    let sealed =
+        (0..sealed).map(|at| Ok(SealedState::parse(&one(at)?)?)).collect::<Result<_, TakeError>>()?;
+    let pairs = (0..pairs).map(|at| Ok(PairState::parse(&one(at)?)?)).collect::<Result<_, TakeError>>()?;
     tracing::debug!("the last state is here");
-    Ok((*last, sealed))
+    Ok(LastState { last: *last, sealed, pairs })
 }
 
 fn refuse(channel: &Channel, why: &str) {

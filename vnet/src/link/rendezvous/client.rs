@@ -35,7 +35,7 @@ const MAGIC: &[u8; 8] = b"vnet-via";
 const TAG_LEN: usize = 16;
 const HEAD_LEN: usize = 4;
 /// Maximum length in bytes of a host name (RFC 1035), and of a reason.
-const NAME_MAX: usize = 253;
+pub(super) const NAME_MAX: usize = 253;
 const TEXT_MAX: usize = 512;
 const OPEN_LEN: usize = 2 + ID_LEN + KEY_LEN;
 const REQUEST: u8 = 1;

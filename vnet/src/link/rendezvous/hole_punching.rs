@@ -18,6 +18,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use super::client::{Registration, Ticket, attend};
+use crate::link::encoding::{Reader, SuccessionError, write_address, write_age};
 use crate::link::sealed::identity::Identity;
 use crate::link::sealed::identity::tls::HandshakeError;
 use crate::link::{first_number, normalised};
@@ -36,8 +37,9 @@ pub(in crate::link) struct PathChoice {
     state: Mutex<PathState>,
 }
 
+/// What is known of both paths. A running vnetd hands it to the next one.
 #[derive(Debug, Default)]
-struct PathState {
+pub(in crate::link) struct PathState {
     /// The relay's address for this pair of hosts, and this host's registration there.
     ticket: Option<(SocketAddr, Ticket)>,
     /// Number of the last registration, and of the last answered one.
@@ -68,12 +70,80 @@ impl PathState {
     fn relay(&self) -> Option<SocketAddr> {
         self.ticket.as_ref().map(|(relay, _)| *relay)
     }
+
+    /// Source addresses of the other host's datagrams.
+    fn current_sources(&self) -> Vec<SocketAddr> {
+        let heard = self.heard.filter(|(_, at)| at.elapsed() < KNOWN).map(|(from, _)| from);
+        [self.relay(), heard].into_iter().flatten().collect()
+    }
+
+    /// Reads what [`PathChoice::hand_over`] has written.
+    pub(in crate::link) fn read(from: &mut Reader<'_>) -> Result<PathState, SuccessionError> {
+        let mut state = PathState::default();
+        if from.has()? {
+            let relay = from.address()?.ok_or(SuccessionError("a relay without an address"))?;
+            let ticket = Ticket { port: relay.port(), id: from.array()?, key: from.array()? };
+            state.ticket = Some((relay, ticket));
+        }
+        (state.number, state.answered, state.reported) = (from.counted()?, from.u64()?, from.address()?);
+        state.heard = from.address()?.zip(from.age()?);
+        state.confirmed = from.age()?;
+        if from.has()? {
+            state.latest = Some((from.u32()?, from.u64()?));
+        }
+        Ok(state)
+    }
 }
 
 impl PathChoice {
     /// The path choice of a link whose peer meets this host at the relay that `link` leads to.
     pub(in crate::link) fn new(link: String) -> PathChoice {
         PathChoice { link, state: Mutex::default() }
+    }
+
+    /// Writes the state for the next vnetd:
+    ///
+    /// ```text
+    ///   0 or 1, the ticket: address of the relay with this pair's port, id 8, key 32 | number of the last registration 8
+    ///   number of the last answered one 8 | address of the other host that the relay reports | address heard | ms since it was heard 8
+    ///   ms since the other host confirmed 8 | 0 or 1, the latest keepalive: tag 4, the other host's clock 8
+    /// ```
+    pub(in crate::link) fn hand_over(&self, out: &mut Vec<u8>) {
+        let state = self.state.lock();
+        out.push(u8::from(state.ticket.is_some()));
+        if let Some((relay, ticket)) = &state.ticket {
+            write_address(Some(*relay), out);
+            out.extend_from_slice(&ticket.id);
+            out.extend_from_slice(&ticket.key);
+        }
+        out.extend_from_slice(&state.number.to_le_bytes());
+        out.extend_from_slice(&state.answered.to_le_bytes());
+        write_address(state.reported, out);
+        write_address(state.heard.map(|(from, _)| from), out);
+        write_age(state.heard.map(|(_, at)| at), out);
+        write_age(state.confirmed, out);
+        out.push(u8::from(state.latest.is_some()));
+        if let Some((tag, clock_us)) = state.latest {
+            out.extend_from_slice(&tag.to_le_bytes());
+            out.extend_from_slice(&clock_us.to_le_bytes());
+        }
+    }
+
+    /// Goes on with the state of the vnetd before.
+    pub(in crate::link) fn resume(&self, mut state: PathState) {
+        state.sources = state.current_sources();
+        *self.state.lock() = state;
+    }
+
+    /// Pretends that the hosts have met at `relay`, and that the other one was heard from `direct` and has confirmed it.
+    #[cfg(test)]
+    pub(in crate::link) fn pretend(&self, relay: SocketAddr, direct: Option<SocketAddr>) {
+        let ticket = Ticket { port: relay.port(), id: [7; 8], key: [9; 32] };
+        let (now, mut state) = (Instant::now(), self.state.lock());
+        state.ticket = Some((relay, ticket));
+        state.heard = direct.map(|direct| (direct, now));
+        (state.reported, state.latest, state.confirmed) = (direct, Some((3, 5)), Some(now));
+        (state.number, state.answered) = (first_number(), 1);
     }
 
     /// Asks the relay at the other end of `stream`, whose certificate must be for `relay`, for a rendezvous with `wanted`.
@@ -160,8 +230,7 @@ impl PathChoice {
         let mut state = self.state.lock();
         let confirmed = state.confirmed.is_some_and(|at| at.elapsed() < DIRECT);
         let path = state.direct().filter(|_| confirmed).or(state.relay());
-        let heard = state.heard.filter(|(_, at)| at.elapsed() < KNOWN).map(|(from, _)| from);
-        let sources: Vec<_> = [state.relay(), heard].into_iter().flatten().collect();
+        let sources = state.current_sources();
         let changed = sources != state.sources;
         state.sources = sources;
         let moved = path.filter(|path| remote != Some(*path));

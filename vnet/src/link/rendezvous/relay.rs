@@ -12,7 +12,7 @@
 use std::collections::HashMap;
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream, UdpSocket};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Barrier};
@@ -43,28 +43,30 @@ const IDLE: Duration = Duration::from_secs(60);
 const LOOK: Duration = Duration::from_millis(100);
 /// Maximum number of datagrams forwarded for one pair before the other pairs get their turn.
 const BURST: usize = 64;
+/// Why hosts cannot meet for a moment.
+const REPLACED: &str = "the vnetd here is being replaced; it goes on in a moment";
 /// Maximum number of connections of a pair's hosts that wait or are joined at a time.
 const GUESTS_PER_PAIR: usize = 3;
 
 /// One host of a pair.
 #[derive(Default)]
-struct Side {
-    id: [u8; ID_LEN],
-    key: [u8; KEY_LEN],
+pub(super) struct Side {
+    pub(super) id: [u8; ID_LEN],
+    pub(super) key: [u8; KEY_LEN],
     /// Number of its last registration.
-    number: u64,
+    pub(super) number: u64,
     /// The address that the host registered, and when.
-    at: Option<(SocketAddr, Instant)>,
+    pub(super) at: Option<(SocketAddr, Instant)>,
     /// The host's certificate, followed by those of its issuers. Empty until it has met the other host.
-    chain: Vec<CertificateDer<'static>>,
+    pub(super) chain: Vec<CertificateDer<'static>>,
 }
 
 /// Two hosts that meet at this relay. Names are in lower case and sorted.
-struct Pair {
-    names: [String; 2],
-    socket: UdpSocket,
-    port: u16,
-    sides: Mutex<[Side; 2]>,
+pub(super) struct Pair {
+    pub(super) names: [String; 2],
+    pub(super) socket: UdpSocket,
+    pub(super) port: u16,
+    pub(super) sides: Mutex<[Side; 2]>,
     waiting: Mutex<Option<Waiting>>,
     guests: AtomicUsize,
     made: Instant,
@@ -94,32 +96,61 @@ struct Request {
     wanted: String,
 }
 
-struct RelayState {
+/// State that the relay shares with its threads.
+pub(super) struct RelayState {
     listen: SocketAddr,
     pairs_max: u16,
     /// Counts datagrams of all pairs, in and out; dropped datagrams count as of unknown source.
     stats: Arc<PortStats>,
-    pairs: Mutex<HashMap<[String; 2], Arc<Pair>>>,
+    pub(super) pairs: Mutex<HashMap<[String; 2], Arc<Pair>>>,
+    /// Sockets that a running vnetd has handed over, with their ports, until its pairs are known.
+    pub(super) inherited: Mutex<Vec<(UdpSocket, u16)>>,
+    /// Taken while datagrams are forwarded.
+    pub(super) forwarding: Mutex<()>,
+    /// True while a take-over is being prepared: no pair begins or ends.
+    pub(super) frozen: AtomicBool,
+    /// True while the next vnetd is about to forward in place of this one.
+    pub(super) resting: AtomicBool,
     stopping: AtomicBool,
 }
 
 /// Lets other hosts meet, and forwards their datagrams. Stops on drop.
 pub struct Relay {
-    state: Arc<RelayState>,
+    pub(super) state: Arc<RelayState>,
     thread: Option<JoinHandle<()>>,
+}
+
+/// The sockets of the vnetd before, with their ports.
+fn inherited(sockets: Vec<OwnedFd>) -> io::Result<Vec<(UdpSocket, u16)>> {
+    let one = |socket| {
+        let socket = UdpSocket::from(socket);
+        let port = socket.local_addr()?.port();
+        Ok((socket, port))
+    };
+    sockets.into_iter().map(one).collect()
 }
 
 impl Relay {
     /// Starts forwarding for up to `pairs_max` pairs, on consecutive UDP ports from that of `first` on (any ports if it is 0).
+    /// `sockets` are those that a running vnetd hands over.
     ///
     /// # Errors
-    /// The system refuses a thread.
-    pub fn start(first: SocketAddr, pairs_max: u16, stats: Arc<PortStats>) -> io::Result<Relay> {
+    /// The system refuses a thread, or a descriptor is no UDP socket.
+    pub fn start(
+        first: SocketAddr,
+        pairs_max: u16,
+        stats: Arc<PortStats>,
+        sockets: Vec<OwnedFd>,
+    ) -> io::Result<Relay> {
         let state = Arc::new(RelayState {
             listen: first,
             pairs_max,
             stats,
             pairs: Mutex::default(),
+            inherited: Mutex::new(inherited(sockets)?),
+            forwarding: Mutex::default(),
+            frozen: AtomicBool::new(false),
+            resting: AtomicBool::new(false),
             stopping: AtomicBool::new(false),
         });
         let forwarding = state.clone();
@@ -173,7 +204,11 @@ impl GuestService for Relay {
     }
 
     fn retain(&self, keep: &dyn Fn(&str, &[CertificateDer<'_>]) -> bool) {
-        self.state.pairs.lock().retain(|names, pair| {
+        let mut pairs = self.state.pairs.lock();
+        if self.state.frozen.load(Relaxed) {
+            return;
+        }
+        pairs.retain(|names, pair| {
             let sides = pair.sides.lock();
             names.iter().zip(&*sides).all(|(name, side)| side.chain.is_empty() || keep(name, &side.chain))
         });
@@ -191,6 +226,9 @@ impl RelayState {
     fn meet(&self, request: Request) -> Result<(), HandshakeError> {
         let (name, wanted) = (request.name.to_ascii_lowercase(), request.wanted.to_ascii_lowercase());
         let side = usize::from(name > wanted);
+        if self.resting.load(Relaxed) {
+            return refuse(request.channel, REPLACED.into());
+        }
         let pair = match self.pair(if side == 0 { [name, wanted] } else { [wanted, name] }) {
             Ok(pair) => pair,
             Err(why) => return refuse(request.channel, why),
@@ -226,21 +264,17 @@ impl RelayState {
             }
             return Ok(pair.clone());
         }
+        if self.frozen.load(Relaxed) {
+            return Err(REPLACED.into());
+        }
         if pairs.len() >= usize::from(self.pairs_max) {
             return Err(format!("{} pairs of hosts meet here, the limit", pairs.len()));
         }
         let (socket, port) =
             self.free_port(&pairs).ok_or("no UDP port is free here for another pair of hosts")?;
         tracing::info!("{} and {} meet by this host, UDP port {port}", names[0], names[1]);
-        let pair = Arc::new(Pair {
-            names: names.clone(),
-            socket,
-            port,
-            sides: Mutex::default(),
-            waiting: Mutex::default(),
-            guests: AtomicUsize::new(1),
-            made: Instant::now(),
-        });
+        let pair = Arc::new(Pair::new(names.clone(), socket, port));
+        pair.guests.store(1, Relaxed);
         pairs.insert(names, pair.clone());
         Ok(pair)
     }
@@ -270,7 +304,9 @@ impl RelayState {
         while !self.stopping.load(Relaxed) {
             let pairs: Vec<Arc<Pair>> = {
                 let mut pairs = self.pairs.lock();
-                pairs.retain(|_, pair| pair.is_used());
+                if !self.frozen.load(Relaxed) {
+                    pairs.retain(|_, pair| pair.is_used());
+                }
                 pairs.values().cloned().collect()
             };
             let mut fds: Vec<_> = pairs
@@ -278,6 +314,12 @@ impl RelayState {
                 .map(|pair| PollFd::from_borrowed_fd(pair.socket.as_fd(), PollFlags::IN))
                 .collect();
             if !matches!(poll(&mut fds, Some(&timeout)), Ok(1..)) {
+                continue;
+            }
+            let forwarding = self.forwarding.lock();
+            if self.resting.load(Relaxed) {
+                drop(forwarding);
+                std::thread::sleep(LOOK);
                 continue;
             }
             for (pair, fd) in pairs.iter().zip(&fds) {
@@ -316,6 +358,19 @@ fn copy(mut from: TcpStream, mut to: TcpStream) {
 }
 
 impl Pair {
+    /// A pair without guests.
+    pub(super) fn new(names: [String; 2], socket: UdpSocket, port: u16) -> Pair {
+        Pair {
+            names,
+            socket,
+            port,
+            sides: Mutex::default(),
+            waiting: Mutex::default(),
+            guests: AtomicUsize::new(0),
+            made: Instant::now(),
+        }
+    }
+
     /// Sends a host its ticket, and joins its connection with the other host's.
     fn introduce(&self, side: usize, request: Request, met: Met) -> Result<(), HandshakeError> {
         let Request { mut channel, chain, .. } = request;

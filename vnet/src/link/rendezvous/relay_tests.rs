@@ -2,6 +2,7 @@ use std::net::TcpListener;
 
 use super::*;
 use crate::link::rendezvous::client::attend;
+use crate::link::rendezvous::relay_succession::PairState;
 use crate::link::sealed::identity::Identity;
 use crate::link::sealed::pki::Pki;
 
@@ -14,7 +15,8 @@ struct Between {
 
 impl Between {
     fn new(pki: &Pki, pairs: u16) -> Between {
-        let relay = Arc::new(Relay::start("127.0.0.1:0".parse().unwrap(), pairs, Arc::default()).unwrap());
+        let relay =
+            Arc::new(Relay::start("127.0.0.1:0".parse().unwrap(), pairs, Arc::default(), vec![]).unwrap());
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         Between { relay, identity: Arc::new(pki.identity("r")), listener }
     }
@@ -109,6 +111,69 @@ fn two_hosts_meet_and_their_datagrams_are_forwarded() {
     }
     let discarded = stats.discards(DiscardReason::UnknownSource);
     assert_eq!((stats.in_datagrams.get(), stats.out_datagrams.get(), discarded), (8, 3 + 2, 3));
+}
+
+/// The relay of the next vnetd, after the one before stands still.
+fn succeed(relay: &Relay) -> Relay {
+    let (sockets, frozen) = relay.hand_over().unwrap();
+    let heir = Relay::start("127.0.0.1:0".parse().unwrap(), 1, Arc::default(), sockets).unwrap();
+    relay.rest();
+    for bytes in relay.states() {
+        let pair = PairState::parse(&bytes).unwrap();
+        assert!(pair.to_bytes().len() == bytes.len() && bytes.len() <= bytes.capacity());
+        for len in 0..bytes.len() {
+            assert!(PairState::parse(&bytes[..len]).is_err(), "{len} bytes");
+        }
+        heir.resume(pair);
+    }
+    heir.resumed();
+    drop(frozen);
+    heir
+}
+
+#[test]
+fn hosts_go_on_to_meet_at_the_next_vnetd() {
+    let (_folder, pki) = pki();
+    let between = Between::new(&pki, 2);
+    let second = between.ask(pki.identity("h2"), "h2", "h1");
+    let (_one, ticket_one) = between.ask(pki.identity("h1"), "h1", "h2").join().unwrap().unwrap();
+    let (_other, ticket_other) = second.join().unwrap().unwrap();
+    let (near, far) = (socket(), socket());
+    register(&near, &ticket_one, 5);
+    register(&far, &ticket_other, 6);
+    let pass = |from: &UdpSocket, to: &UdpSocket, text: &str| {
+        from.send_to(text.as_bytes(), ("127.0.0.1", ticket_one.port)).unwrap();
+        let mut buffer = [0; 100];
+        let (len, source) = to.recv_from(&mut buffer).unwrap();
+        assert_eq!((&buffer[..len], source.port()), (text.as_bytes(), ticket_one.port));
+    };
+    pass(&near, &far, "before");
+    // No pair begins while the next vnetd prepares itself.
+    let (_, frozen) = between.relay.hand_over().unwrap();
+    let refused = between.ask(pki.identity("h1"), "h1", "h3").join().unwrap().unwrap_err();
+    assert!(refused.contains("is being replaced"), "{refused}");
+    between.relay.retain(&|_, _| false);
+    drop(frozen);
+
+    let heir = succeed(&between.relay);
+    pass(&near, &far, "one way");
+    pass(&far, &near, "the other way");
+    // A registration of the vnetd before is not accepted again.
+    let recorded = Registration { id: ticket_one.id, number: 5, other: None, is_answer: false };
+    let stranger = socket();
+    stranger.send_to(&recorded.to_bytes(&ticket_one.key), ("127.0.0.1", ticket_one.port)).unwrap();
+    pass(&far, &near, "still there");
+    assert_eq!(heir.state.stats.discards(DiscardReason::UnknownSource), 1);
+    assert_eq!(register(&near, &ticket_one, 7).other, far.local_addr().ok());
+    // The next one fails: the one before goes on where it stood.
+    drop(heir);
+    near.send_to(b"waits", ("127.0.0.1", ticket_one.port)).unwrap();
+    between.relay.go_on();
+    let mut buffer = [0; 100];
+    let (len, _) = far.recv_from(&mut buffer).unwrap();
+    assert_eq!(&buffer[..len], b"waits");
+    between.relay.retain(&|name, _| name != "h2");
+    assert!(between.relay.states().is_empty());
 }
 
 #[test]
