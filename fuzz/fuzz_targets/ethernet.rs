@@ -60,7 +60,9 @@ fn views(frame: &[u8]) {
     let inferred = partial::inferred(frame, 1514);
     if let Some((offset, header)) = ip::in_frame(frame) {
         assert_eq!(header.addresses.len(), if header.is_v4() { 8 } else { 32 });
-        assert!(frame[offset..].starts_with(&[if header.is_v4() { 0x40 } else { 0x60 } | frame[offset] & 0xf]));
+        assert!(
+            frame[offset..].starts_with(&[if header.is_v4() { 0x40 } else { 0x60 } | frame[offset] & 0xf])
+        );
         assert!(header.upper_layer(&frame[offset..]).offset >= header.len);
         assert_eq!(inferred.checked(frame.len()), Ok(inferred));
     } else {

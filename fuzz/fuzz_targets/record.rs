@@ -5,10 +5,10 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use vnet_control::overlay::record::{HostRecord, Key, Record, StationRecord};
-use vnet_control::overlay::{Local, Overlay, Settings};
 use vnet::frame::NetworkId;
 use vnet::wire::ethernet::Mac;
+use vnet_control::overlay::record::{HostRecord, Key, Record, StationRecord};
+use vnet_control::overlay::{Local, Overlay, Settings};
 
 fuzz_target!(|data: &[u8]| {
     if let Some(key) = Key::parse(data) {

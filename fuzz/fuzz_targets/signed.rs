@@ -7,13 +7,13 @@
 use std::sync::{Arc, OnceLock};
 
 use libfuzzer_sys::fuzz_target;
-use vnet_control::overlay::record::Key;
-use vnet_control::overlay::signed_format::{Signed, sign};
-use vnet_control::overlay::{Authenticator, Local, Overlay, Settings};
 use vnet::frame::NetworkId;
 use vnet::link::sealed::identity::IdentityStore;
 use vnet::link::sealed::pki::Pki;
 use vnet::wire::ethernet::Mac;
+use vnet_control::overlay::record::Key;
+use vnet_control::overlay::signed_format::{Signed, sign};
+use vnet_control::overlay::{Authenticator, Local, Overlay, Settings};
 
 const KEY: &str = "/vnet/v1/1/hosts/h2";
 const RECORD: &[u8] = br#"{"address":"10.0.0.2:9000","instance":2}"#;

@@ -4,7 +4,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use vnet::wire::socks::{ANSWER_START, TEXT_MAX, answer_rest, connect, granted, login, Destination};
+use vnet::wire::socks::{ANSWER_START, Destination, TEXT_MAX, answer_rest, connect, granted, login};
 
 fuzz_target!(|data: &[u8]| {
     let line = |error: vnet::wire::socks::SocksError| {

@@ -36,7 +36,8 @@ impl Victim {
         let header = Header { flags: 0, failures: 0, session: 0, number: 0, ack: 0, map: None, body };
         engine.receive(1, from, header.encode().as_bytes(), false);
         let welcome = engine.depart(1).unwrap();
-        let Some((Header { body: Body::Welcome(welcome), .. }, _)) = Header::decode(welcome.header.as_bytes())
+        let Some((Header { body: Body::Welcome(welcome), .. }, _)) =
+            Header::decode(welcome.header.as_bytes())
         else {
             panic!("no welcome");
         };

@@ -77,7 +77,6 @@ impl Raw {
 /// # Panics
 /// If the daemon's side misbehaves: that is what the fuzzer looks for.
 pub fn run(data: &[u8]) {
-    let before = threads();
     let mut room = Room::new();
     let mut raw = Raw::add(&mut room, 1, ShareSettings::default());
     raw.submit(&Submission::Open { ticket: 1, number: Some(0) });
@@ -101,14 +100,19 @@ pub fn run(data: &[u8]) {
     }
     let report = room.report();
     assert!(report.iter().all(|counters| counters.mapped_bytes <= LEN as u64));
-    drop((raw, room));
+}
+
+/// Runs one input of a fuzz target, and waits for the threads that it has started: a leak detector takes for lost what an ending thread still
+/// holds. Nothing else may run in this process.
+pub fn alone(run: impl FnOnce()) {
+    let before = threads();
+    run();
     while threads() > before {
         std::thread::sleep(Duration::from_micros(100));
     }
 }
 
-/// Threads of this process, besides the one that closes files and never ends. Those that unmap memory end by themselves, but a leak detector
-/// takes for lost what an ending thread still holds.
+/// Threads of this process, besides the one that closes files and never ends.
 fn threads() -> usize {
     let tasks = std::fs::read_dir("/proc/self/task").expect("this process").flatten();
     // One that has ended meanwhile has no name.
