@@ -1,8 +1,11 @@
 """Helpers of tests with the interconnect's measuring program."""
 
+import re
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from checks import metrics
 
 from vnetlab import machine
 from vnetlab.topology import Node
@@ -14,6 +17,13 @@ def measured(near: Node, far: Node, *prefix: str, seconds: str = "0.2", size: in
         words = [*prefix, "vnet-rdma-perf", "client", name, str(size), seconds]
         words = machine.execute(near, *words, timeout_s=120).split()
         return dict(zip(words[::2], words[1::2], strict=True))
+
+
+def rdma_metric(host: Node, container: Node, name: str) -> int:
+    """A value of vnetd's engine for the applications of a container."""
+    labels = f'netns="{container.namespace}"'
+    found = re.search(rf"^vnet_rdma_{name}\{{{labels}\}} (\d+)$", metrics(host), re.MULTILINE)
+    return int(found[1]) if found else 0
 
 
 @contextmanager

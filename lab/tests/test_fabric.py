@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from checks import metrics
 from conftest import PROGRAMS, MakeLab
-from rdma_perf import measured, perf_server
+from rdma_perf import measured, perf_server, rdma_metric
 from sealed_links import hang_up, underlay_capture
 
 from vnetlab import daemon, machine, process
@@ -166,13 +165,6 @@ def test_vnetd_runs_the_engine_where_the_network_allows_it(lab: Topology):
     wait_until("its memory to be revoked", lambda: rdma_metric(host, near, "registered_bytes") == 0, 60)
     wait_until("its end to be counted", lambda: rdma_metric(host, near, "processes") == 0, 60)
     assert (rdma_metric(host, near, "refusals_total"), rdma_metric(host, near, "broken_total")) == (0, 0)
-
-
-def rdma_metric(host: Node, container: Node, name: str) -> int:
-    """A value of vnetd's engine for the applications of a container."""
-    labels = f'netns="{container.namespace}"'
-    found = re.search(rf"^vnet_rdma_{name}\{{{labels}\}} (\d+)$", metrics(host), re.MULTILINE)
-    return int(found[1]) if found else 0
 
 
 def test_another_tenant_gets_no_shared_memory(lab: Topology):

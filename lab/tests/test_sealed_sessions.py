@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from checks import assert_balanced, link, port, settled, wait_for_path, wait_for_state
 from conftest import MakeLab
-from rdma_perf import measured, perf_server
+from rdma_perf import measured, perf_server, rdma_metric
 from sealed_links import assert_hidden, underlay_capture
 
 from vnetlab import daemon, lab, machine, process
@@ -19,6 +19,7 @@ from vnetlab.run import wait_until
 from vnetlab.topology import Node, Topology
 
 WIRE_PORT = 9789
+BY_DAEMON = ("env", "VNET_RDMA_ATTACHMENT=daemon")
 TAKES = "applications"
 """In the reason why frames of a sealed link do not take the kernel's path: what applications have sealed does."""
 FORGER = """
@@ -41,7 +42,7 @@ def wait_for_wires(topology: Topology) -> None:
 @pytest.fixture(scope="module")
 def topology(make_lab: MakeLab) -> Topology:
     """A lab with a sealed link, and containers with the kernel's path."""
-    topology = make_lab(vms=0, sealed=True, container="veth")
+    topology = make_lab(vms=0, sealed=True, container="veth", rdma=True)
     for host in topology.hosts:
         wait_for_state(host, "up")
     wait_for_path(topology.find("h1c1"), topology.find("h2c1").address)
@@ -105,12 +106,12 @@ def test_frames_leave_by_the_sealed_link(topology: Topology):
 
 
 @contextmanager
-def transfer(near: Node, far: Node, seconds: str) -> Iterator[Path]:
-    """Runs the measuring program between two containers; yields the file with what it prints."""
+def transfer(near: Node, far: Node, seconds: str, *prefix: str) -> Iterator[Path]:
+    """Runs the measuring program between two containers, the client's behind `prefix`; yields the file it prints to."""
     pid, log = near.file(".perf.pid"), near.file(".perf.log")
     log.unlink(missing_ok=True)
     with perf_server(far) as name:
-        words = machine.namespace_command(near, ["vnet-rdma-perf", "client", name, "16384", seconds])
+        words = machine.namespace_command(near, [*prefix, "vnet-rdma-perf", "client", name, "16384", seconds])
         process.start(words, pid, log, machine.environment(near))
         try:
             yield log
@@ -173,3 +174,60 @@ def test_what_comes_by_the_wire_and_is_no_sessions_is_dropped(topology: Topology
     assert "latency_us" in log.read_text(), log.read_text()
     settled(one)
     assert_balanced(topology)
+
+
+def datagrams(capture: bytes) -> list[bytes]:
+    """The UDP payloads between the ports of applications in a container's capture."""
+    frames = [frame for frame in captured(capture) if frame[12:14] == b"\x08\x00" and frame[23] == 17]
+    return [frame[ETHERNET + IPV4 + UDP :] for frame in frames]
+
+
+@pytest.mark.parametrize("sides", ["client", "server", "both"])
+def test_vnetds_engine_seals(topology: Topology, sides: str):
+    """With vnetd's engine at one side, which then meets that of a process, and at both."""
+    (one, two), (near, far) = topology.hosts, (topology.find("h1c1"), topology.find("h2c1"))
+    client, server = ((BY_DAEMON if sides in (side, "both") else ()) for side in ("client", "server"))
+    served = {one: near} if client else {}
+    served |= {two: far} if server else {}
+    before = {host: rdma_metric(host, node, "sealed_out_packets_total") for host, node in served.items()}
+    frames = [handled(host) for host in topology.hosts]
+    with underlay_capture(one) as seen, underlay_capture(near) as inside, perf_server(far, *server) as name:
+        words = machine.execute(
+            near, *client, "vnet-rdma-perf", "client", name, "16384", "2,0.1", timeout_s=120
+        ).split()
+    assert dict(zip(words[::2], words[1::2], strict=True))["attachment"] == "sealed"
+    # The program writes zeros. Its packets are sealed before they leave the container.
+    assert bytes(64) not in seen[0]
+    assert bytes(64) not in b"".join(datagrams(inside[0]))
+    assert {payload[0] >> 4 for payload in datagrams(inside[0])} == {2}, "version of sealing"
+    wire = on_wire(seen[0])
+    assert len(wire) > 1000, "they took the wire"
+    assert {(frame[23], frame[ETHERNET + IPV4 + UDP]) for frame in wire} == {(17, 0x20)}
+    for host, earlier in zip(topology.hosts, frames, strict=True):
+        assert handled(host) - earlier < len(wire) / 4, "dispatchers of vnetd forward only the first ones"
+    for host, node in served.items():
+        assert rdma_metric(host, node, "sealed_out_packets_total") - before[host] > 100
+        wait_until("its end", lambda host=host, node=node: rdma_metric(host, node, "processes") == 0, 30)
+    for host in topology.hosts:
+        wait_until(f"no flows on {host.name}", lambda host=host: not sealed_flows(host), 30)
+    assert_balanced(topology)
+
+
+def test_vnetds_engine_renews_its_session_with_an_application_that_meets_a_new_vnetd(topology: Topology):
+    near, far = topology.find("h1c1"), topology.find("h2c1")
+    one, two = topology.hosts
+    before = rdma_metric(one, near, "seal_sessions_total")
+    with transfer(near, far, "20,0.1", *BY_DAEMON) as log:
+        wait_until("a session", lambda: rdma_metric(one, near, "seal_sessions_total") > before, 30)
+        wait_until("flows", lambda: len(sealed_flows(one)) == 2, 30)
+        before = rdma_metric(one, near, "seal_sessions_total")
+        pid = process.find(two.file(".pid"))
+        os.kill(pid, signal.SIGKILL)
+        wait_until("vnetd to be gone", lambda: process.find(two.file(".pid")) is None, 30)
+        lab.start_daemon(topology, two)
+        wait_until("a new session", lambda: rdma_metric(one, near, "seal_sessions_total") > before, 60)
+        wait_until("flows of the new vnetd", lambda: len(sealed_flows(two)) == 2, 60)
+    text = log.read_text()
+    assert "attachment sealed" in text, text
+    assert "latency_us" in text, text
+    wait_for_wires(topology)

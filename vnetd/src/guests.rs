@@ -131,6 +131,7 @@ fn allowed(desired: &Desired, name: &str) -> Result<ShareSettings, Decline> {
         return Err(Decline::NotAllowed);
     }
     let mut links = desired.links.iter().map(|item| &item.spec);
+    // Their packets are not sealed: keys belong to addresses that vnetd finds in a container's network namespace.
     if links.any(|link| link.security.peer.is_some() && link.carries(interface.network)) {
         return Err(Decline::Sealed);
     }

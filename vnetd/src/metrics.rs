@@ -197,7 +197,7 @@ fn alone(value: u64) -> [(Vec<Label>, u64); 1] {
 /// A value of a container whose applications use the interconnect's engine here: name, unit, help, whether it may fall, value.
 type RdmaValue = (&'static str, Option<Unit>, &'static str, bool, fn(&ContainerCounters) -> u64);
 
-const RDMA_VALUES: [RdmaValue; 14] = [
+const RDMA_VALUES: [RdmaValue; 17] = [
     ("rdma_processes", None, "Applications whose interconnect engine vnetd runs", true, |c| c.processes),
     ("rdma_endpoints", None, "Their open endpoints", true, |c| c.endpoints),
     ("rdma_regions", None, "Pieces of memory that they have registered", true, |c| c.mappings),
@@ -230,6 +230,11 @@ const RDMA_VALUES: [RdmaValue; 14] = [
         false,
         |c| c.held_back,
     ),
+    ("rdma_seal_sessions", None, "Sessions with peers behind sealed links that began", false, |c| {
+        c.seal.sessions
+    }),
+    ("rdma_sealed_out_packets", None, "Packets that were sealed", false, |c| c.seal.packets_out),
+    ("rdma_sealed_in_packets", None, "Packets that were opened", false, |c| c.seal.packets_in),
 ];
 
 impl Collector for Reading {
@@ -338,7 +343,13 @@ impl Reading {
                 families.counter((name, unit, help), members)?;
             }
         }
-        Ok(())
+        let drops = self.rdma.iter().flat_map(|(netns, counters)| {
+            let labels = move |reason: &str| vec![("netns", netns.clone()), ("reason", reason.to_owned())];
+            counters.seal.drops().map(move |(reason, count)| (labels(reason), count))
+        });
+        let help =
+            "Packets that were not sealed and had to be, could not be opened, or had no keys, by reason";
+        families.counter(("rdma_seal_drops", None, help), drops)
     }
 
     fn encode_dispatchers(&self, families: &mut Families<'_>) -> fmt::Result {
@@ -387,6 +398,8 @@ pub async fn text(State(shared): State<Shared>, State(rdma): State<RdmaEngine>) 
 
 #[cfg(test)]
 mod tests {
+    use vnet_rdma::SealCounters;
+
     use super::*;
 
     /// One of two interfaces and one of two links have the kernel's own path.
@@ -397,6 +410,8 @@ mod tests {
             "kernel": {"interfaces": 1, "flows": 4096, "refused": 17},
             "balance": {"in": 0, "copies": 0, "out": 0, "drops": 0},
         });
+        let seal = SealCounters { packets_out: 7, clear: 3, ..SealCounters::default() };
+        let of_container = ContainerCounters { seal, ..ContainerCounters::default() };
         Reading {
             status: serde_json::from_value(status).unwrap(),
             ports: vec![],
@@ -408,7 +423,19 @@ mod tests {
             learned: LearnedStats::default(),
             overlay: None,
             dispatchers: vec![],
-            rdma: vec![],
+            rdma: vec![("c1".into(), of_container)],
+        }
+    }
+
+    #[test]
+    fn dropped_packets_of_sealed_links_have_one_reason() {
+        let text = write(reading()).unwrap();
+        for line in [
+            "vnet_rdma_sealed_out_packets_total{netns=\"c1\"} 7",
+            "vnet_rdma_seal_drops_total{netns=\"c1\",reason=\"clear\"} 3",
+            "vnet_rdma_seal_drops_total{netns=\"c1\",reason=\"unsent\"} 0",
+        ] {
+            assert!(text.lines().any(|is| is == line), "no line '{line}' in:\n{text}");
         }
     }
 

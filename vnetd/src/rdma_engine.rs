@@ -23,8 +23,6 @@ const PORT_MIN: u16 = 1024;
 pub struct Allowed {
     netns: Netns,
     share: ShareSettings,
-    /// A sealed link carries one of its networks. This engine does not seal, and peers behind the link take only sealed packets.
-    is_sealed: bool,
 }
 
 /// The running engine. Clones refer to the same one; the default one serves nobody.
@@ -69,6 +67,10 @@ impl RdmaEngine {
         if let Some(service) = &self.service {
             service.set_shares(allowed.iter().map(|(id, item)| (*id, item.share)).collect());
             let known: Vec<ContainerId> = service.counters().iter().map(|counters| counters.id).collect();
+            for (id, line) in service.take_notes() {
+                let of = names.get(&id).map_or_else(|| "a container".into(), |name| format!("netns {name}"));
+                tracing::warn!("{of}: an application whose engine runs here: {line}");
+            }
             names.retain(|id, _| allowed.contains_key(id) || known.contains(id));
         }
         *self.allowed.lock() = allowed;
@@ -83,12 +85,9 @@ impl RdmaEngine {
 
     fn attach(&self, place: &Place, request: &Request) -> Result<Ends, Decline> {
         let allowed = self.allowed.lock().get(&place.id).cloned();
-        let (Some(Allowed { netns, share, is_sealed }), Some(service)) = (allowed, &self.service) else {
+        let (Some(Allowed { netns, share }), Some(service)) = (allowed, &self.service) else {
             return Err(Decline::NotAllowed);
         };
-        if is_sealed {
-            return Err(Decline::Sealed);
-        }
         if (1..PORT_MIN).contains(&request.bind.port()) {
             return Err(Decline::Port);
         }
@@ -137,12 +136,9 @@ pub fn allowed(desired: &Desired) -> Vec<Allowed> {
             continue;
         };
         let share = share_of(interface);
-        let mut links = desired.links.iter().map(|item| &item.spec);
-        let is_sealed = links.any(|link| link.security.peer.is_some() && link.carries(interface.network));
         match all.iter_mut().find(|known| known.netns == *netns) {
-            None => all.push(Allowed { netns: netns.clone(), share, is_sealed }),
-            Some(Allowed { share: known, is_sealed: is_any_sealed, .. }) => {
-                *is_any_sealed |= is_sealed;
+            None => all.push(Allowed { netns: netns.clone(), share }),
+            Some(Allowed { share: known, .. }) => {
                 let is_limited = known.rate != 0 && share.rate != 0;
                 known.rate = if is_limited { known.rate + share.rate } else { 0 };
                 known.weight = known.weight.max(share.weight);
@@ -207,7 +203,6 @@ mod tests {
         let item = |netns: &str, weight, rate| Allowed {
             netns: netns.parse().unwrap(),
             share: ShareSettings { weight, rate },
-            is_sealed: false,
         };
         assert_eq!(allowed(&desired), [item("a", 20, 3_000_000), item("c", 40, 0)]);
         assert!(memory_bytes() > 1 << 28);
@@ -220,8 +215,6 @@ mod tests {
         let privileged = Request { bind: "127.0.0.1:53".parse().unwrap(), ..request };
         assert_eq!(engine.attach(&place, &privileged).err(), Some(Decline::Port));
         assert_eq!(engine.attach(&place, &request).err(), Some(Decline::NotAllowed), "no such namespace");
-        engine.allowed.lock().insert((0, 0), Allowed { is_sealed: true, ..item("a", 1, 0) });
-        assert_eq!(engine.attach(&place, &request).err(), Some(Decline::Sealed));
         assert_eq!(engine.counters(), []);
         engine.stop();
     }

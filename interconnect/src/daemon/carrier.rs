@@ -12,6 +12,7 @@ pub use super::udp_frame::MacAddress;
 use super::udp_frame::{Ends, Headers, headers_to, parse};
 use crate::node::socket::{Received, Socket};
 use crate::proto::Departure;
+use crate::seal::{OVERHEAD, Session};
 
 /// Largest super-frame's payload: with its headers, and those of a tunnel, it fits one IP packet.
 const TRAIN_BYTES_MAX: usize = 64_900;
@@ -117,6 +118,10 @@ impl GuestPort {
         Self { datagrams, address, mac, neighbours, ask, train: Train::default(), received: vec![] }
     }
 
+    pub(super) fn address(&self) -> SocketAddr {
+        self.address
+    }
+
     fn receive(&mut self) -> Option<Received<'_>> {
         loop {
             let frame = self.datagrams.receive()?;
@@ -136,9 +141,28 @@ impl GuestPort {
 
     fn send(&mut self, packet: &Departure) {
         let (header, payload) = (packet.header.as_bytes(), packet.payload);
-        let len = header.len() + payload.len();
+        let bytes = self.board(packet.to, header.len() + payload.len());
+        bytes.extend_from_slice(header);
+        payload.read_to(bytes);
+    }
+
+    fn send_sealed(&mut self, packet: &Departure, session: &mut Session) {
+        let (header, payload) = (packet.header.as_bytes(), packet.payload);
+        let bytes = self.board(packet.to, header.len() + payload.len() + OVERHEAD);
+        session.seal(bytes, header, payload);
+    }
+
+    /// Sends a packet that joins no train.
+    fn send_alone(&mut self, to: SocketAddr, packet: &[u8]) {
+        self.flush();
+        self.board(to, packet.len()).extend_from_slice(packet);
+        self.flush();
+    }
+
+    /// Makes room for a packet of this length in the train, or in a new one. Returns where it is to be appended.
+    fn board(&mut self, to: SocketAddr, len: usize) -> &mut Vec<u8> {
         let train = &self.train;
-        let fits = train.to == Some(packet.to)
+        let fits = train.to == Some(to)
             && !train.is_closed
             && len <= train.segment
             && train.packets < TRAIN_PACKETS_MAX
@@ -146,14 +170,13 @@ impl GuestPort {
         if !fits {
             self.flush();
             let train = &mut self.train;
-            (train.to, train.segment) = (Some(packet.to), len);
-            train.bytes.resize(headers_to(packet.to), 0);
+            (train.to, train.segment) = (Some(to), len);
+            train.bytes.resize(headers_to(to), 0);
         }
         let train = &mut self.train;
         train.packets += 1;
         train.is_closed = len < train.segment;
-        train.bytes.extend_from_slice(header);
-        payload.read_to(&mut train.bytes);
+        &mut train.bytes
     }
 
     /// Sends the train. What cannot be sent counts as lost in the network.
@@ -198,6 +221,22 @@ impl Carrier {
         match self {
             Carrier::Socket(socket) => socket.send(packet),
             Carrier::Guest(port) => port.send(packet),
+        }
+    }
+
+    /// Like `send`, but seals the packet.
+    pub(super) fn send_sealed(&mut self, packet: &Departure, session: &mut Session) {
+        match self {
+            Carrier::Socket(socket) => socket.send_sealed(packet, session),
+            Carrier::Guest(port) => port.send_sealed(packet, session),
+        }
+    }
+
+    /// Sends a packet of whole bytes at once.
+    pub(super) fn send_alone(&mut self, to: SocketAddr, packet: &[u8]) {
+        match self {
+            Carrier::Socket(socket) => socket.send_alone(to, packet),
+            Carrier::Guest(port) => port.send_alone(to, packet),
         }
     }
 

@@ -44,7 +44,7 @@ impl Raw {
         settings: ShareSettings,
         socket: UdpSocket,
     ) -> Self {
-        let (ends, served) = service::provide(socket, Config::default(), None).unwrap();
+        let (ends, served) = service::provide(socket, Config::default(), None, None).unwrap();
         let total = Total { bytes_max: MEMORY_MAX, bytes: AtomicU64::new(0) };
         room.add((1, container), settings, served, Budget::new(MEMORY_MAX, Arc::new(total)));
         let Ends { address, memory, bell, .. } = ends;

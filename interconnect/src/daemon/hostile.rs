@@ -244,7 +244,7 @@ impl Run {
             ..Config::default()
         };
         let (socket, lendings) = (UdpSocket::bind("127.0.0.1:0").unwrap(), Arc::new(Inbox::default()));
-        let (ends, served) = service::provide(socket, limits, Some(Arc::clone(&lendings))).unwrap();
+        let (ends, served) = service::provide(socket, limits, Some(Arc::clone(&lendings)), None).unwrap();
         let total = Total { bytes_max: 1 << 30, bytes: AtomicU64::new(0) };
         self.room.add(
             (1, container),

@@ -8,6 +8,8 @@
 //! The engine reads and writes only memory that the process has registered with the daemon (`translation.rs`): memfds that the library
 //! allocates. Operations on other memory pass through an arena that the library registers, at the price of a copy (`arena.rs`).
 //!
+//! Packets to peers behind sealed links are sealed, and nothing goes there in clear text (`seals.rs`).
+//!
 //! Packets between two processes of the daemon bypass the network if their containers may meet (`links.rs`).
 //!
 //! A process in a virtual machine lends pages of the machine's memory instead of a memfd (`lent.rs`), and its packets enter the overlay by the
@@ -16,7 +18,7 @@
 //! - `entry.rs`: the entries of the queues; `queue.rs`: the queues;
 //! - `process.rs`, `posting.rs`: the process's side;
 //! - `fuzz.rs`, `hostile.rs`: hostile processes, for tests;
-//! - `served.rs`, `room.rs`, `links.rs`, `service.rs`, `translation.rs`: the daemon's side, where all input is hostile.
+//! - `served.rs`, `room.rs`, `links.rs`, `seals.rs`, `service.rs`, `translation.rs`: the daemon's side, where all input is hostile.
 
 mod arena;
 pub(crate) mod carrier;
@@ -31,6 +33,7 @@ mod posting;
 mod process;
 pub(crate) mod queue;
 mod room;
+mod seals;
 mod served;
 mod service;
 mod translation;
@@ -40,11 +43,13 @@ pub use crate::proto::{ShareSettings, WEIGHT_MAX};
 pub use carrier::{Datagrams, GuestFrame, MacAddress};
 pub use lent::Lent;
 pub(crate) use process::{Endpoint, Node};
-pub use room::{ContainerCounters, ContainerId};
+pub use room::{ContainerCounters, ContainerId, Note};
 pub(crate) use service::GuestEnds;
 pub use service::{SERVED_MAX, Service};
 
 #[cfg(test)]
 mod links_tests;
+#[cfg(test)]
+mod seals_tests;
 #[cfg(test)]
 pub(crate) mod tests;

@@ -15,7 +15,7 @@ use super::arena;
 use super::entry::{Answer, Event, Submission, ended};
 use super::posting::{Posting, buffered};
 use super::queue::Queues;
-use super::served::RECEIVES_MAX;
+use super::served::{RECEIVES_MAX, WAY_LOCAL, WAY_SEALED};
 use crate::ether::address::Bind;
 use crate::meeting::{Guest, Heard, Request};
 use crate::node::notice::Notice;
@@ -380,7 +380,8 @@ impl Endpoint {
 
     pub(crate) fn attachment(&self, peer: Peer) -> Attachment {
         match self.shared.call(|ticket| Submission::Way { ticket, peer: peer.address }) {
-            Ok(1) => Attachment::SameHost,
+            Ok(WAY_LOCAL) => Attachment::SameHost,
+            Ok(WAY_SEALED) => Attachment::Sealed,
             _ => Attachment::Daemon,
         }
     }

@@ -14,14 +14,20 @@ use super::translation::Budget;
 use crate::meeting::Place;
 use crate::proto::ShareSettings;
 use crate::proto::share::Share;
+use crate::seal::SealCounters;
 
 /// Containers whose counters are kept. Beyond, those without processes are forgotten.
 const CONTAINERS_MAX: usize = 256;
+/// Lines about a container that its processes may cause, so that they cannot fill the log.
+const NOTES_MAX: usize = 16;
 /// Longest sleep: peers that have gone silent are noticed by timers.
 const SLEEP_MAX_NS: u64 = 1_000_000_000;
 
 /// Identity of a container: device and inode of its network namespace.
 pub type ContainerId = (u64, u64);
+
+/// A line about what keeps packets of a container's process from being sent.
+pub type Note = (ContainerId, String);
 
 /// Counters of a container.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -56,6 +62,8 @@ pub struct ContainerCounters {
     pub same_host_bytes: u64,
     /// How often the rate limit of an endpoint began to hold packets back.
     pub held_back: u64,
+    /// What was sealed and opened, and what was dropped because it could not be.
+    pub seal: SealCounters,
 }
 
 struct Container {
@@ -66,6 +74,8 @@ struct Container {
     /// Process that begins the next turn.
     next: usize,
     counters: ContainerCounters,
+    /// Number of lines that its processes have caused.
+    noted: usize,
 }
 
 /// All containers and their processes, and the clock.
@@ -74,12 +84,14 @@ pub(super) struct Room {
     /// `None`: a free place, or a process whose turn it is.
     served: Vec<Option<Box<Served>>>,
     links: Links,
+    notes: Vec<Note>,
     start: Instant,
 }
 
 impl Room {
     pub(super) fn new() -> Self {
-        Self { containers: vec![], served: vec![], links: Links::default(), start: Instant::now() }
+        let (links, start) = (Links::default(), Instant::now());
+        Self { containers: vec![], served: vec![], links, notes: vec![], start }
     }
 
     pub(super) fn now(&self) -> u64 {
@@ -160,11 +172,17 @@ impl Room {
 
     /// A turn of one process.
     fn serve(&mut self, now: u64, at: usize, place: usize) -> Result<bool, End> {
-        let Self { containers, served, links, .. } = self;
-        let Container { share, budget, served: own, .. } = &mut containers[at];
+        let Self { containers, served, links, notes, .. } = self;
+        let Container { share, budget, served: own, counters, noted, .. } = &mut containers[at];
         let slot = own[place];
         let Some(mut process) = served[slot].take() else { return Ok(false) };
         let worked = process.turn(now, share, budget, &mut |packet| links.deliver(now, slot, packet, served));
+        while let Some(line) = process.next_note() {
+            *noted += 1;
+            if *noted <= NOTES_MAX {
+                notes.push((counters.id, line));
+            }
+        }
         served[slot] = Some(process);
         links.tend(slot, served);
         worked
@@ -188,6 +206,11 @@ impl Room {
     pub(super) fn say_goodbye(&mut self) {
         let now = self.now();
         self.served.iter_mut().flatten().for_each(|process| process.say_goodbye(now));
+    }
+
+    /// Lines since the last call.
+    pub(super) fn take_notes(&mut self) -> Vec<Note> {
+        std::mem::take(&mut self.notes)
     }
 
     /// Counters of all containers, of past and present processes.
@@ -250,7 +273,7 @@ impl Room {
 impl Container {
     fn new(id: ContainerId, settings: ShareSettings, slot: usize, budget: Budget) -> Self {
         let counters = ContainerCounters { id, ..ContainerCounters::default() };
-        Self { share: Share::new(settings), budget, served: vec![slot], next: 0, counters }
+        Self { share: Share::new(settings), budget, served: vec![slot], next: 0, counters, noted: 0 }
     }
 }
 
@@ -264,5 +287,6 @@ impl ContainerCounters {
         self.same_host_packets += counts.same_host_packets;
         self.same_host_bytes += counts.same_host_bytes;
         self.held_back += counts.held_back;
+        self.seal += counts.seal;
     }
 }

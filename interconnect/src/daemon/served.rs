@@ -10,16 +10,18 @@ use super::carrier::Carrier;
 use super::entry::{Answer, Event, Extent, Submission, Task, ended};
 use super::lent::Inbox;
 use super::queue::Queues;
+use super::seals::Seals;
 use super::translation::{Budget, Foreign, Translation};
 use crate::closer::close_or_leak_now;
 use crate::meeting::Token;
-use crate::node::socket::segments;
+use crate::node::socket::segments_mut;
 use crate::proto::share::Share;
 use crate::proto::wire::{Invite, is_placed};
 use crate::proto::{
     Atomic, Config, Departure, Engine, Kind, Match, Outgoing, Peer, PostError, Receive, Shape, Span, Status,
 };
 use crate::ring::{Bell, WINDOW_BYTES, Word};
+use crate::seal::SealCounters;
 
 /// Maximum number of endpoints of a process.
 const ENDPOINTS_MAX: usize = 16;
@@ -39,6 +41,10 @@ const HEAR_EVERY_NS: u64 = 10_000_000;
 
 /// How long an entry of a process in a virtual machine waits for the memory that it names, which comes by another way.
 const MEMORY_WITHIN_NS: u64 = 2_000_000_000;
+
+/// How packets to a peer travel, as answers tell the process: to another process of the daemon, or sealed. Otherwise 0.
+pub(super) const WAY_LOCAL: u64 = 1;
+pub(super) const WAY_SEALED: u64 = 2;
 
 /// Why a process is not served any more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -79,6 +85,7 @@ pub(super) struct Counts {
     pub(super) same_host_bytes: u64,
     /// How often the rate limit of an endpoint began to hold packets back.
     pub(super) held_back: u64,
+    pub(super) seal: SealCounters,
 }
 
 pub(super) struct Served {
@@ -88,6 +95,7 @@ pub(super) struct Served {
     queues: Queues,
     bell: Bell,
     carrier: Carrier,
+    seals: Seals,
     /// Name by which other processes of the daemon are invited; `None`: all packets of the process take the network.
     name: Option<Token>,
     /// Memory that the process's virtual machine has lent.
@@ -106,7 +114,7 @@ impl Served {
     pub(super) fn new(
         queues: Queues,
         bell: OwnedFd,
-        (carrier, inbox): (Carrier, Option<Arc<Inbox>>),
+        (carrier, seals, inbox): (Carrier, Seals, Option<Arc<Inbox>>),
         limits: Config,
         (epoch, seed, name): (u64, [u8; 32], Token),
     ) -> Self {
@@ -127,6 +135,7 @@ impl Served {
             queues,
             bell: Bell::new(bell),
             carrier,
+            seals,
             name,
             inbox,
             stalled: None,
@@ -146,24 +155,36 @@ impl Served {
         budget: &mut Budget,
         deliver: Deliver<'_>,
     ) -> Result<bool, End> {
-        let mut worked = false;
-        if mem::take(&mut self.is_armed) || now >= self.hear_at {
+        let is_due = mem::take(&mut self.is_armed) || now >= self.hear_at;
+        if is_due {
             self.hear_at = now + HEAR_EVERY_NS;
             self.hear(budget)?;
         }
-        for _ in 0..RECEIVES {
-            let Some(received) = self.carrier.receive() else { break };
-            worked = true;
-            for packet in segments(&received) {
-                self.counts.packets_in += 1;
-                self.engine.receive(now, received.from, packet, received.congestion);
-            }
-        }
+        let mut worked = self.receive(now);
+        let Self { seals, engine, carrier, .. } = self;
+        seals.hear(now, is_due, engine, carrier.datagram_max()).map_err(|_| End::Gone)?;
         worked |= self.fetch(now, budget)?;
         self.engine.tick(now);
         worked |= self.depart(now, share, deliver);
         worked |= self.complete()?;
         Ok(worked)
+    }
+
+    /// Takes packets that have arrived. Returns whether any was there.
+    fn receive(&mut self, now: u64) -> bool {
+        let mut worked = false;
+        for _ in 0..RECEIVES {
+            let Some(mut received) = self.carrier.receive() else { break };
+            worked = true;
+            let (from, congestion) = (received.from, received.congestion);
+            for packet in segments_mut(&mut received) {
+                self.counts.packets_in += 1;
+                if let Some(packet) = self.seals.arrive(now, from, packet) {
+                    self.engine.receive(now, from, packet, congestion);
+                }
+            }
+        }
+        worked
     }
 
     /// Hears the process, which passes its memory this way.
@@ -259,7 +280,7 @@ impl Served {
             }
             Submission::Route { address, bytes } => {
                 let bytes = usize::try_from(bytes).unwrap_or(usize::MAX).min(self.carrier.datagram_max());
-                self.engine.set_datagram(address, bytes);
+                self.engine.set_datagram(address, self.seals.set_size(address, bytes));
                 None
             }
             Submission::Post { endpoint, peer, task, extent, data, context } => {
@@ -292,7 +313,14 @@ impl Served {
                 let receive = |span| self.engine.receive_claimed(endpoint, claim, span, context);
                 done(ticket, Ok(span.is_some_and(receive).into()))
             }
-            Submission::Way { ticket, peer } => done(ticket, Ok(self.engine.is_local(peer).into())),
+            Submission::Way { ticket, peer } => {
+                let way = match self.engine.is_local(peer) {
+                    true => WAY_LOCAL,
+                    false if self.seals.is_sealed(peer) => WAY_SEALED,
+                    false => 0,
+                };
+                done(ticket, Ok(way))
+            }
             Submission::Share { ticket, endpoint, share } => {
                 done(ticket, self.engine.set_share(endpoint, share).map(|()| 1))
             }
@@ -361,22 +389,34 @@ impl Served {
 
     /// Sends as many packets as the container's share allows.
     fn depart(&mut self, now: u64, share: &mut Share, deliver: Deliver<'_>) -> bool {
-        let before = self.counts.packets_out;
+        let mut worked = false;
         while share.may_send(now) {
             let Some(packet) = self.engine.depart(now) else { break };
+            worked = true;
             let bytes = packet.header.as_bytes().len() + packet.payload.len();
-            if deliver(&packet) {
+            let sent = if deliver(&packet) {
                 self.counts.same_host_packets += 1;
                 self.counts.same_host_bytes += bytes as u64;
+                Some(bytes)
             } else {
-                self.carrier.send(&packet);
-            }
-            share.spend(now, bytes as u64);
-            self.counts.packets_out += 1;
-            self.counts.bytes_out += bytes as u64;
+                self.seals.send(now, &packet, &mut self.carrier)
+            };
+            // One that is held back counts, too: a turn is bounded.
+            share.spend(now, sent.unwrap_or(bytes) as u64);
+            self.count_sent(sent);
         }
         self.carrier.flush();
-        before != self.counts.packets_out
+        while let Some(bytes) = self.seals.send_next(&mut self.carrier) {
+            share.spend(now, bytes as u64);
+            self.count_sent(Some(bytes));
+        }
+        self.seals.ask();
+        worked
+    }
+
+    fn count_sent(&mut self, sent: Option<usize>) {
+        self.counts.packets_out += u64::from(sent.is_some());
+        self.counts.bytes_out += sent.unwrap_or(0) as u64;
     }
 
     /// Passes completions to the process, as long as its queue has room.
@@ -465,21 +505,26 @@ impl Served {
     }
 
     /// What wakes the daemon for the process.
-    pub(super) fn descriptors(&self) -> [BorrowedFd<'_>; 2] {
-        [self.bell.descriptor(), self.carrier.as_fd()]
+    pub(super) fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        [self.bell.descriptor(), self.carrier.as_fd()].into_iter().chain(self.seals.descriptor())
+    }
+
+    /// The next line about what keeps packets from being sent.
+    pub(super) fn next_note(&mut self) -> Option<String> {
+        self.seals.next_note()
     }
 
     /// Tells all peers that the process is gone.
     pub(super) fn say_goodbye(&mut self, now: u64) {
         self.engine.say_goodbye();
         while let Some(packet) = self.engine.depart(now) {
-            self.carrier.send(&packet);
+            self.seals.send(now, &packet, &mut self.carrier);
         }
         self.carrier.flush();
     }
 
     pub(super) fn counts(&self) -> Counts {
-        Counts { held_back: self.engine.counters().held_back, ..self.counts }
+        Counts { held_back: self.engine.counters().held_back, seal: self.seals.counters(), ..self.counts }
     }
 
     pub(super) fn memory(&self) -> &Translation {

@@ -18,11 +18,12 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use super::carrier::{Carrier, GuestPort};
 use super::lent::{Inbox as Lendings, Lent};
 use super::queue::{self, Queues};
-use super::room::{ContainerCounters, ContainerId, Room};
+use super::room::{ContainerCounters, ContainerId, Note, Room};
+use super::seals::Seals;
 use super::served::Served;
 use super::translation::{Budget, Total};
 use crate::closer::is_behind;
-use crate::meeting::{Ends, Place, Token};
+use crate::meeting::{Ends, Guest, Place, Token};
 use crate::node::socket::Socket;
 use crate::proto::{Config, ShareSettings};
 use crate::random::random;
@@ -31,6 +32,8 @@ use crate::random::random;
 /// tables and kept messages if it is hostile.
 pub const SERVED_MAX: usize = 32;
 const SERVED_OF_CONTAINER_MAX: usize = 8;
+/// Maximum number of lines that wait for the daemon's log.
+const NOTES_MAX: usize = 64;
 /// How long the thread polls after the last work.
 const SPIN_NS: u64 = 50_000;
 /// Interval at which counters are published while there is work.
@@ -49,6 +52,7 @@ struct Common {
     is_stopped: AtomicBool,
     wake: OwnedFd,
     report: Mutex<Vec<ContainerCounters>>,
+    notes: Mutex<Vec<Note>>,
     /// Number of processes served, by container.
     served: Mutex<HashMap<ContainerId, usize>>,
     /// Places of the configuration, as the thread knows them.
@@ -96,6 +100,7 @@ impl Service {
             is_stopped: AtomicBool::new(false),
             wake: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             report: Mutex::default(),
+            notes: Mutex::default(),
             served: Mutex::default(),
             places: Mutex::default(),
             memory_max,
@@ -126,7 +131,11 @@ impl Service {
         socket: UdpSocket,
         limits: Config,
     ) -> io::Result<Ends> {
-        self.admit(id, settings, || provide(socket, limits, None))
+        let (daemon, questions) = connection()?;
+        self.admit(id, settings, || {
+            let (ends, served) = provide(socket, limits, None, Some(Guest::on(daemon)))?;
+            Ok((Ends { questions: Some(questions), ..ends }, served))
+        })
     }
 
     /// Serves a process in a virtual machine, whose queues lie in memory that the machine has lent, and whose packets take its interface. Later
@@ -145,8 +154,10 @@ impl Service {
         self.admit(id, settings, || {
             let queues = Queues::of_daemon_in(queues)?;
             let (bell, own, leash) = bell()?;
-            let served =
-                Served::new(queues, own, (Carrier::Guest(Box::new(port)), Some(lendings)), limits, life()?);
+            // The daemon serves no virtual machine whose network has a sealed link.
+            let seals = Seals::new(port.address(), None, random()?);
+            let carrier = Carrier::Guest(Box::new(port));
+            let served = Served::new(queues, own, (carrier, seals, Some(lendings)), limits, life()?);
             Ok((GuestEnds { bell, leash }, served))
         })
     }
@@ -193,17 +204,24 @@ impl Service {
         }
     }
 
+    /// What has kept packets of containers from being sent, since the last call. A container has few lines in all.
+    pub fn take_notes(&self) -> Vec<Note> {
+        std::mem::take(&mut *self.common.notes.lock())
+    }
+
     /// Counters of the containers that have been served.
     pub fn counters(&self) -> Vec<ContainerCounters> {
         self.common.report.lock().clone()
     }
 }
 
-/// Creates what a process and the daemon need. With `lendings`, the process's memory comes that way.
+/// Creates what a process and the daemon need. With `lendings`, the process's memory comes that way. The engine asks `daemon` which packets
+/// to seal.
 pub(super) fn provide(
     socket: UdpSocket,
     limits: Config,
     lendings: Option<Arc<Lendings>>,
+    daemon: Option<Guest>,
 ) -> io::Result<(Ends, Served)> {
     // A full socket must not hold up the other processes: its packets count as lost.
     socket.set_nonblocking(true)?;
@@ -212,8 +230,9 @@ pub(super) fn provide(
     let queues = Queues::of_daemon(memory.try_clone()?)?;
     let (bell, own, leash) = bell()?;
     let carrier = Carrier::Socket(Box::new(Socket::new(socket)?));
-    let served = Served::new(queues, own, (carrier, lendings), limits, life()?);
-    Ok((Ends { address, memory, bell, leash }, served))
+    let seals = Seals::new(address, daemon, random()?);
+    let served = Served::new(queues, own, (carrier, seals, lendings), limits, life()?);
+    Ok((Ends { address, memory, bell, leash, questions: None }, served))
 }
 
 struct New {
@@ -232,10 +251,14 @@ pub(crate) struct GuestEnds {
 
 /// A bell: the process's end, the engine's, and the engine's once more.
 fn bell() -> io::Result<(OwnedFd, OwnedFd, OwnedFd)> {
-    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let (bell, own) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
+    let (bell, own) = connection()?;
     let leash = own.try_clone()?;
     Ok((bell, own, leash))
+}
+
+fn connection() -> io::Result<(OwnedFd, OwnedFd)> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    Ok(socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?)
 }
 
 /// Epoch, seed and name of a new engine.
@@ -260,7 +283,7 @@ fn run(common: &Common) {
         let (worked, ended) = room.turn(now);
         common.forget(&ended);
         if !ended.is_empty() || now >= publish_at {
-            publish(&room, common);
+            publish(&mut room, common);
             publish_at = now + PUBLISH_EVERY_NS;
         }
         if worked {
@@ -268,7 +291,7 @@ fn run(common: &Common) {
         } else if now < busy_until {
             std::hint::spin_loop();
         } else {
-            publish(&room, common);
+            publish(&mut room, common);
             room.sleep(&common.wake);
         }
     }
@@ -288,6 +311,12 @@ fn take(room: &mut Room, common: &Common) {
     room.set_shares(&shares);
 }
 
-fn publish(room: &Room, common: &Common) {
+fn publish(room: &mut Room, common: &Common) {
     *common.report.lock() = room.report();
+    let new = room.take_notes();
+    if !new.is_empty() {
+        let mut notes = common.notes.lock();
+        notes.extend(new);
+        notes.truncate(NOTES_MAX);
+    }
 }

@@ -9,7 +9,8 @@ use super::entry::{Answer, Event, Extent, Submission, Task, WORDS};
 use super::fuzz::Raw;
 use super::room::Room;
 use super::*;
-use crate::meeting::{Decline, Guest, Heard, Host, Place, Request, Stopper, listen};
+use crate::meeting::{Decline, Guest, Heard, Host, Place, Reach, Request, Stopper, listen};
+use crate::node::sealed_tests::Behind;
 use crate::proto::{
     Access, Atomic, Change, Completion, Datatype, Kind, Match, Outgoing, Peer, PostError, Receive, Shape,
     Span, Status,
@@ -24,8 +25,8 @@ const MEMORY: usize = 1 << 30;
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A daemon with one container, in threads.
-struct Daemon {
-    name: String,
+pub(super) struct Daemon {
+    pub(super) name: String,
     service: Service,
     stopper: Stopper,
     thread: Option<JoinHandle<()>>,
@@ -36,8 +37,12 @@ fn meeting_point(service: &Service) -> (Host, String) {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     let number = NEXT.fetch_add(1, Ordering::Relaxed);
     let name = format!("vnet-test-daemon-{}-{number}", std::process::id());
+    (meeting_point_at(&name, service), name)
+}
+
+fn meeting_point_at(name: &str, service: &Service) -> Host {
     let (mut host, own) = (Host::new().unwrap(), service.clone());
-    let mut listener = Some(listen(&name).unwrap());
+    let mut listener = Some(listen(name).unwrap());
     host.set_places(&[Place { id: (1, 1), networks: vec![1] }], |_| listener.take());
     host.serve(Box::new(move |place, request: &Request| {
         let socket = UdpSocket::bind(request.bind)
@@ -45,7 +50,7 @@ fn meeting_point(service: &Service) -> (Host, String) {
         let attached = own.attach(place.id, ShareSettings::default(), socket, request.config());
         attached.map_err(|_| Decline::TooMany)
     }));
-    (host, name)
+    host
 }
 
 /// Waits until the container's counters are as they should be.
@@ -60,7 +65,29 @@ fn until(service: &Service, what: &str, is_so: impl Fn(&ContainerCounters) -> bo
 impl Daemon {
     fn start() -> Self {
         let service = Service::start(MEMORY as u64, 1 << 40).unwrap();
+        let (host, name) = meeting_point(&service);
+        Self::run(host, name, service)
+    }
+
+    /// A daemon that says of every peer that it is reached like this.
+    pub(super) fn of_sealed(reach: Reach) -> Self {
+        let service = Service::start(MEMORY as u64, 1 << 40).unwrap();
         let (mut host, name) = meeting_point(&service);
+        host.seal(Box::new(Behind(reach)));
+        Self::run(host, name, service)
+    }
+
+    /// The daemon is restarted.
+    pub(super) fn restart(self, reach: Reach) -> Self {
+        let name = self.name.clone();
+        drop(self);
+        let service = Service::start(MEMORY as u64, 1 << 40).unwrap();
+        let mut host = meeting_point_at(&name, &service);
+        host.seal(Box::new(Behind(reach)));
+        Self::run(host, name, service)
+    }
+
+    fn run(mut host: Host, name: String, service: Service) -> Self {
         let stopper = host.stopper();
         let thread = std::thread::spawn(move || {
             while !host.is_stopped() {
@@ -70,7 +97,7 @@ impl Daemon {
         Self { name, service, stopper, thread: Some(thread) }
     }
 
-    fn options(&self, attachment: &str) -> Options {
+    pub(super) fn options(&self, attachment: &str) -> Options {
         Options {
             bind: "127.0.0.1:0".parse().unwrap(),
             meeting: Some(self.name.clone()),
@@ -79,15 +106,23 @@ impl Daemon {
         }
     }
 
-    fn node(&self, attachment: &str) -> (Node, Endpoint, Peer) {
+    pub(super) fn node(&self, attachment: &str) -> (Node, Endpoint, Peer) {
         let node = Node::open(&self.options(attachment)).unwrap();
         let endpoint = node.endpoint(Some(0)).unwrap();
         let peer = Peer { address: node.address(), endpoint: 0 };
         (node, endpoint, peer)
     }
 
-    fn until(&self, what: &str, is_so: impl Fn(&ContainerCounters) -> bool) {
+    pub(super) fn until(&self, what: &str, is_so: impl Fn(&ContainerCounters) -> bool) {
         until(&self.service, what, is_so);
+    }
+
+    pub(super) fn counters(&self) -> ContainerCounters {
+        self.service.counters().first().cloned().unwrap_or_default()
+    }
+
+    pub(super) fn take_notes(&self) -> Vec<Note> {
+        self.service.take_notes()
     }
 }
 
@@ -99,7 +134,7 @@ impl Drop for Daemon {
     }
 }
 
-fn wait(endpoint: &Endpoint, kind: Kind) -> Completion {
+pub(super) fn wait(endpoint: &Endpoint, kind: Kind) -> Completion {
     let end = Instant::now() + PATIENCE;
     while Instant::now() < end {
         if let Some(completion) = endpoint.wait(Some(Duration::from_secs(1))) {

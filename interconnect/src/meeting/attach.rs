@@ -92,6 +92,8 @@ pub struct Ends {
     pub bell: OwnedFd,
     /// The daemon's end: shutting it down ends the attachment.
     pub leash: OwnedFd,
+    /// The daemon's end of the connection by which the engine asks how peers are reached, and for keys. `None`: it does not ask.
+    pub questions: Option<OwnedFd>,
 }
 
 /// Why the daemon does not run the engine of a process.
@@ -111,9 +113,10 @@ pub enum Decline {
     /// Ports below 1024 are not opened for processes.
     #[error("the daemon opens no ports below 1024; use a higher one")]
     Port,
-    /// A link of the container's network is sealed.
+    /// A link of the virtual machine's network is sealed; an older daemon says that to containers, too.
     #[error(
-        "a link of this container's network is sealed, and only the engine of the process seals; unset VNET_RDMA_ATTACHMENT"
+        "a link of this network is sealed, and the daemon seals only for applications in containers, if it is not an older one; unset \
+         VNET_RDMA_ATTACHMENT"
     )]
     Sealed,
     /// No vnetd answers at the virtual machine's interface.

@@ -12,7 +12,7 @@ use rustix::net::{
 
 use super::{Decline, Keys, Message, Reach, Request, Token};
 
-/// The connection. Closing it ends all rings of the process.
+/// The connection. Closing it ends all rings of the process, and the daemon forgets its sessions.
 pub(crate) struct Guest(OwnedFd);
 
 /// What the daemon says.
@@ -43,6 +43,11 @@ impl Guest {
             return Err(io::ErrorKind::PermissionDenied.into());
         }
         Ok(Self(socket))
+    }
+
+    /// The connection of an engine that the daemon itself runs: `socket` is one end of a socket pair (`SOCK_SEQPACKET`).
+    pub(crate) fn on(socket: OwnedFd) -> Self {
+        Self(socket)
     }
 
     /// Asks for a ring with the process that sent an invitation.

@@ -2,6 +2,7 @@
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
+use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -83,6 +84,7 @@ impl Stopper {
     }
 }
 
+/// A process, or an engine that the daemon runs for one, which has a connection of its own.
 struct Process {
     place: (u64, u64),
     socket: OwnedFd,
@@ -94,6 +96,8 @@ struct Process {
     leash: Option<OwnedFd>,
     /// It got keys.
     has_keys: bool,
+    /// An engine's own socket, whose keys nobody else gets.
+    engine: Option<SocketAddr>,
 }
 
 struct Ring {
@@ -334,21 +338,34 @@ impl Host {
         let (place, listener) = &self.places[index];
         let id = place.id;
         let Ok(socket) = accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) else { return };
-        let mut name = Token::default();
-        self.random.fill_bytes(&mut name);
+        let name = self.token();
         if say(&socket, Message::Named(name), &[]) {
-            self.processes.push(Process {
-                place: id,
-                socket,
-                name,
-                rings: 0,
-                joins: (0, 0),
-                leash: None,
-                has_keys: false,
-            });
+            self.enter(id, socket, name, None);
         } else {
             self.discard(socket);
         }
+    }
+
+    fn token(&mut self) -> Token {
+        let mut token = Token::default();
+        self.random.fill_bytes(&mut token);
+        token
+    }
+
+    fn enter(&mut self, place: (u64, u64), socket: OwnedFd, name: Token, engine: Option<SocketAddr>) {
+        let (rings, joins, leash, has_keys) = (0, (0, 0), None, false);
+        self.processes.push(Process { place, socket, name, rings, joins, leash, has_keys, engine });
+    }
+
+    /// Whether an engine of the daemon has a process's address. Processes of its container see the packets with which it makes keys,
+    /// and could ask for the same.
+    fn is_engines(&self, name: Token, own: SocketAddr) -> bool {
+        let place = self.processes.iter().find(|process| process.name == name).map(|process| process.place);
+        let is_same = |ip: IpAddr| ip == own.ip() || ip.is_unspecified() || own.ip().is_unspecified();
+        let has = |at: SocketAddr| at.port() == own.port() && is_same(at.ip());
+        let mut others =
+            self.processes.iter().filter(|other| other.name != name && Some(other.place) == place);
+        others.any(|other| other.engine.is_some_and(has))
     }
 
     /// Whether another process of a place may connect. Others wait in the listener's queue.
@@ -391,6 +408,9 @@ impl Host {
             }
             Some(Message::Key(request)) => {
                 let mut keys = None;
+                if self.is_engines(name, request.between.own) {
+                    return self.tell(name, Message::Keys(request.ticket, Err(Reach::NotYet)));
+                }
                 let reach = self.look_up(name, |sealer, place| match sealer.keys(name, place, &request) {
                     Ok(found) => {
                         keys = Some(found);
@@ -425,9 +445,8 @@ impl Host {
         let second = self.start.elapsed().as_secs();
         let looked_up = if self.looked_up.0 == second { self.looked_up.1 } else { 0 };
         let place = self.place_of(name).cloned();
-        let (Some(place), Some(sealer)) = (place, &mut self.sealer) else {
-            return Reach::AllClear;
-        };
+        let Some(sealer) = &mut self.sealer else { return Reach::AllClear };
+        let Some(place) = place else { return Reach::NotYet };
         if looked_up >= LOOKUPS_PER_S {
             return Reach::NotYet;
         }
@@ -449,9 +468,14 @@ impl Host {
         let Some(process) = self.process(name) else { return };
         match attached {
             Err(why) => _ = say(&process.socket, Message::Declined(why), &[]),
-            Ok(Ends { address, memory, bell, leash }) => {
-                let message = Message::Attached(address);
+            Ok(Ends { address, memory, bell, leash, questions }) => {
+                let (message, place) = (Message::Attached(address), process.place);
                 process.leash = Some(leash);
+                if let Some(questions) = questions {
+                    let own = self.token();
+                    self.enter(place, questions, own, Some(address));
+                }
+                let Some(process) = self.process(name) else { return };
                 if !say(&process.socket, message, &[memory.as_fd(), bell.as_fd()]) {
                     self.disconnect(name);
                 }

@@ -511,6 +511,6 @@ impl Drop for Node {
 #[cfg(test)]
 mod ether_tests;
 #[cfg(test)]
-mod sealed_tests;
+pub(crate) mod sealed_tests;
 #[cfg(test)]
 mod tests;

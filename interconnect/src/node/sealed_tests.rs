@@ -11,8 +11,8 @@ use crate::{Endpoint, Node, Region};
 /// A host's daemon, in a thread.
 pub(super) struct Daemon(Stopper, Option<JoinHandle<()>>);
 
-/// All peers are behind one sealed link.
-struct Behind(Reach);
+/// All peers are reached like this: with `Reach::Sealed` they are behind one sealed link.
+pub(crate) struct Behind(pub(crate) Reach);
 
 impl Sealer for Behind {
     fn reach(&mut self, _: &Place, _: &Question) -> Reach {

@@ -180,7 +180,7 @@ impl Socket {
     }
 
     /// Like `send`, but seals the packet.
-    pub(super) fn send_sealed(&mut self, packet: &Departure, session: &mut Session) {
+    pub(crate) fn send_sealed(&mut self, packet: &Departure, session: &mut Session) {
         let header = packet.header.as_bytes();
         let bytes = header.len() + packet.payload.len() + OVERHEAD;
         self.make_room(packet.to, bytes, self.train.packets.is_empty());
@@ -207,7 +207,7 @@ impl Socket {
     }
 
     /// Sends a packet that joins no train.
-    pub(super) fn send_alone(&mut self, to: SocketAddr, packet: &[u8]) {
+    pub(crate) fn send_alone(&mut self, to: SocketAddr, packet: &[u8]) {
         self.refused += u64::from(self.socket.send_to(packet, to).is_err());
     }
 
@@ -418,11 +418,6 @@ pub(crate) fn wait_readable(descriptors: &[RawFd], timeout_ns: Option<u64>) {
 }
 
 /// Splits a received datagram into the packets that the kernel coalesced, which may be decrypted in place.
-pub(super) fn segments_mut<'a>(received: &'a mut Received<'_>) -> impl Iterator<Item = &'a mut [u8]> {
+pub(crate) fn segments_mut<'a>(received: &'a mut Received<'_>) -> impl Iterator<Item = &'a mut [u8]> {
     received.bytes.chunks_mut(received.segment)
-}
-
-/// Splits a received datagram into the packets that the kernel coalesced.
-pub(crate) fn segments<'a>(received: &'a Received<'_>) -> impl Iterator<Item = &'a [u8]> {
-    received.bytes.chunks(received.segment)
 }

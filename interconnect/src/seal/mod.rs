@@ -21,6 +21,7 @@
 //!
 //! Packets in raw Ethernet frames are never sealed: `permit.rs` decides whether they may leave.
 
+mod counters;
 #[cfg(any(test, feature = "test-util"))]
 pub mod fuzz;
 mod handshake;
@@ -37,6 +38,7 @@ use chacha20::rand_core::SeedableRng;
 
 use crate::meeting::{Message, Question, Reach, Role};
 use crate::proto::Span;
+pub use counters::SealCounters;
 use peer::{Known, Peer};
 use permit::Permit;
 pub(crate) use permit::{FRAMES_REFUSED, Permission};
@@ -45,8 +47,6 @@ use session::Shut;
 use wire::Control;
 pub use wire::OVERHEAD;
 
-/// Maximum number of peers; beyond, the one that was used least recently is forgotten.
-const PEERS_MAX: usize = 4096;
 /// Maximum number of questions that wait for the daemon.
 const ASKS_MAX: usize = 128;
 /// Interval at which the daemon is asked again how a peer is reached, while packets go there in clear text.
@@ -60,26 +60,18 @@ const STRANGER_NS: u64 = 1_000_000;
 /// Daemons that end the connection when asked, before this process believes that they cannot answer.
 const STRIKES: u32 = 2;
 
-/// Counters of sealing.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct SealCounters {
-    /// Sessions that began.
-    pub sessions: u64,
-    /// Packets that were sealed.
-    pub packets_out: u64,
-    /// Packets that were opened.
-    pub packets_in: u64,
-    /// Packets in clear text from peers behind sealed links, which were dropped.
-    pub clear: u64,
-    /// Packets with a wrong tag.
-    pub forged: u64,
-    /// Packets that were opened before, or are too old.
-    pub replayed: u64,
-    /// Packets without a key here.
-    pub unknown: u64,
-    /// Packets that were not sent, because there were no keys.
-    pub unsent: u64,
+/// Bounds of a node's memory.
+#[derive(Clone, Copy)]
+struct Bounds {
+    /// Maximum number of peers; beyond, the one that was used least recently is forgotten.
+    peers: usize,
+    /// Maximum number of packets to one peer that wait for the daemon's answer.
+    held: usize,
 }
+
+const BOUNDS: Bounds = Bounds { peers: 4096, held: 64 };
+/// Bounds of a process that the daemon serves: it may be hostile, and the memory is the daemon's.
+const BOUNDS_SERVED: Bounds = Bounds { peers: 1024, held: 8 };
 
 /// What becomes of a packet to send.
 pub(crate) enum Way<'a> {
@@ -128,6 +120,7 @@ pub(crate) struct Sealing {
     strikes: u32,
     random: ChaCha20Rng,
     own: SocketAddr,
+    bounds: Bounds,
     /// Packets leave in raw Ethernet frames, which nobody seals.
     permit: Option<Permit>,
     peers: HashMap<SocketAddr, Peer>,
@@ -164,6 +157,7 @@ impl Sealing {
             strikes: 0,
             random: ChaCha20Rng::from_seed(seed),
             own,
+            bounds: BOUNDS,
             permit: None,
             peers: HashMap::new(),
             tickets: VecDeque::new(),
@@ -181,6 +175,11 @@ impl Sealing {
             notes: vec![],
             counters: SealCounters::default(),
         }
+    }
+
+    /// The same for a process that the daemon serves.
+    pub(crate) fn of_served(own: SocketAddr, is_off: bool, seed: [u8; 32]) -> Self {
+        Self { bounds: BOUNDS_SERVED, ..Self::new(own, is_off, seed) }
     }
 
     /// The same for a node whose packets leave in raw Ethernet frames.
@@ -305,10 +304,11 @@ impl Sealing {
             // It answers a stranger, who must not cost a question. It contains nothing but the stranger's number.
             return Way::Clear;
         }
+        let held = self.bounds.held;
         let peer = self.peer(now, to);
         match peer.known {
             Known::Unknown => {
-                peer.hold(packet, payload);
+                peer.hold(packet, payload, held);
                 self.ask(now, to, 0);
                 Way::Held
             }
@@ -498,7 +498,7 @@ impl Sealing {
 
     /// The entry of a peer, which may be new.
     fn peer(&mut self, now: u64, address: SocketAddr) -> &mut Peer {
-        if self.peers.len() >= PEERS_MAX && !self.peers.contains_key(&address) {
+        if self.peers.len() >= self.bounds.peers && !self.peers.contains_key(&address) {
             let oldest = self.peers.iter().min_by_key(|(_, peer)| peer.used_at).map(|(address, _)| *address);
             oldest.and_then(|oldest| self.peers.remove(&oldest));
         }

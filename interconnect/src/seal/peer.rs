@@ -15,8 +15,7 @@ const OPENS_DOUBTFUL: u32 = 4;
 const ANSWER_NS: u64 = 100_000_000;
 /// Maximum number of sessions of a peer: the current one, earlier ones whose packets may be on their way, one that is not confirmed.
 const SESSIONS_MAX: usize = 4;
-/// Maximum number of packets that wait for the daemon's answer, and of their bytes. Before there is a channel it is one packet.
-const HELD_MAX: usize = 64;
+/// Maximum size in bytes of a packet that waits for the daemon's answer. Before there is a channel it is one packet.
 const HELD_BYTES_MAX: usize = 2048;
 
 /// How a peer is reached.
@@ -113,9 +112,9 @@ impl Peer {
         Self { known, ..Self::default() }
     }
 
-    /// Keeps a packet until the daemon has answered.
-    pub(super) fn hold(&mut self, packet: &[u8], payload: Span) {
-        if self.held.len() < HELD_MAX && packet.len() + payload.len() <= HELD_BYTES_MAX {
+    /// Keeps a packet until the daemon has answered, if fewer than `most` wait.
+    pub(super) fn hold(&mut self, packet: &[u8], payload: Span, most: usize) {
+        if self.held.len() < most && packet.len() + payload.len() <= HELD_BYTES_MAX {
             let mut bytes = packet.to_vec();
             payload.read_to(&mut bytes);
             self.held.push(bytes);

@@ -510,7 +510,7 @@ fn strangers_cost_little() {
         let mut open = Control::Open { id: number, nonce: [3; 16] }.encode();
         sealing.arrive(u64::from(number) * 2 * MS, from, &mut open);
     }
-    assert!(sealing.peers.len() <= PEERS_MAX && sealing.asks.len() <= ASKS_MAX);
+    assert!(sealing.peers.len() <= BOUNDS.peers && sealing.asks.len() <= ASKS_MAX);
 }
 
 #[test]

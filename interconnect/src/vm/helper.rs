@@ -162,7 +162,7 @@ impl Helper {
         }
         self.wake();
         let address = outcome.recv_timeout(PATIENCE).unwrap_or(Err(Decline::Silent))?;
-        Ok(Ends { address, memory, bell, leash })
+        Ok(Ends { address, memory, bell, leash, questions: None })
     }
 
     /// Number of attachments.
