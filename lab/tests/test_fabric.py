@@ -117,7 +117,10 @@ def test_vnetd_runs_the_engine_where_the_network_allows_it(lab: Topology):
     """By `vnet-rdma-perf` between two hosts: the client's engine in vnetd, then the server's."""
     host, near, far = lab.hosts[0], lab.find("h1c1"), lab.find("h2c1")
     by_daemon = ("env", "VNET_RDMA_ATTACHMENT=daemon")
-    refused = machine.attempt(near, *by_daemon, "vnet-rdma-perf", "server", f"{near.address}:7001", "once")
+    server = [*by_daemon, "vnet-rdma-perf", "server", f"{near.address}:7001", "once"]
+    # vnetd begins to listen in a container up to a second after it has opened the interface.
+    wait_until("vnetd to listen", lambda: "cannot reach it" not in machine.attempt(near, *server)[1], 60)
+    refused = machine.attempt(near, *server)
     assert refused[0] != 0
     assert "daemon_engine = true" in refused[1]
     text = host.file(".toml").read_text()
