@@ -45,7 +45,7 @@ pub(in crate::link) fn write_address(address: Option<SocketAddr>, out: &mut Vec<
 
 /// Milliseconds since a time 8.
 pub(in crate::link) fn write_age(since: Option<Instant>, out: &mut Vec<u8>) {
-    let ms = since.map_or(NEVER, |since| since.elapsed().as_millis() as u64);
+    let ms = since.map_or(NEVER, |since| (since.elapsed().as_millis() as u64).min(AGE_MAX_MS));
     out.extend_from_slice(&ms.to_le_bytes());
 }
 
