@@ -1,6 +1,7 @@
 """Live migration of virtual machines by QEMU, under traffic, and migrations that fail."""
 
 import itertools
+import os
 import re
 import threading
 import time
@@ -20,8 +21,8 @@ from vnetlab.topology import Kind, Node, Topology
 PINGERS, INTERVAL_S = 8, 0.008
 """1 000 pings/s: processes, and the interval of each. At intervals of 4 ms and less, ping waits for each answer."""
 STREAM_S = 12
-RATE = "1G"
-"""Offered by the TCP stream in bit/s. With 1 000 pings/s an emulated guest takes about 0.4 Gbit/s of it."""
+RATE = os.environ.get("VNET_TEST_STREAM", "200M")
+"""Offered by the TCP stream in bit/s; 1G for the figures in docs/lab-notes. A busy host has no processor time for more, and drops pings."""
 SETTLED_S = 30
 """Longest time after the migration until every host has heard of it from the store."""
 BEYOND_S = 0.2
