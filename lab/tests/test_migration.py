@@ -22,7 +22,7 @@ PINGERS, INTERVAL_S = 8, 0.008
 """1 000 pings/s: processes, and the interval of each. At intervals of 4 ms and less, ping waits for each answer."""
 STREAM_S = 12
 RATE = os.environ.get("VNET_TEST_STREAM", "200M")
-"""Offered by the TCP stream in bit/s; 1G for the figures in docs/lab-notes. A busy host has no processor time for more, and drops pings."""
+"""Offered by the TCP stream in bit/s; 1G for the bar. A guest on a busy host has no processor time for more."""
 SETTLED_S = 30
 """Longest time after the migration until every host has heard of it from the store."""
 BEYOND_S = 0.2
