@@ -473,8 +473,11 @@ fn core_error(desired: &Desired, error: CoreError) -> EngineError {
     EngineError::Open(Problem::new(place, error.to_string()))
 }
 
+/// The keeper of sealed links, and the relay if other hosts meet here.
+type KeeperAndRelay = (Keeper, Option<Arc<Relay>>);
+
 /// Starts the keeper of sealed links, if this host has an identity, and the relay, if other hosts meet here.
-fn keeper(desired: &Desired, core: &Core) -> Result<Option<(Keeper, Option<Arc<Relay>>)>, EngineError> {
+fn keeper(desired: &Desired, core: &Core) -> Result<Option<KeeperAndRelay>, EngineError> {
     let Some(Item { place, spec: files }) = &desired.identity else { return Ok(None) };
     let open = |text: String| EngineError::Open(Problem::new(place, text));
     let name = &desired.host.spec.name;
