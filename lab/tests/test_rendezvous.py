@@ -201,7 +201,7 @@ def test_hosts_that_meet_are_taken_over(topology: Topology, kind: str):
         log = host.file(".log").read_text()[logs[host.name] :]
         assert "no keys" not in log
         assert "meet anew" not in log
-    # They meet there again when keys are due.
+    # The next keys are agreed on at the new vnetd of the rendezvous.
     age_s = links(near)[far.name]["keys_s"]
     daemon.issue(topology, near)
     hang_up(near)

@@ -18,7 +18,7 @@ use crate::seal::SealCounters;
 
 /// Containers whose counters are kept. Beyond, those without processes are forgotten.
 const CONTAINERS_MAX: usize = 256;
-/// Lines about a container that its processes may cause, so that they cannot fill the log.
+/// Maximum number of warnings about a container's processes, so that they cannot fill the log.
 const NOTES_MAX: usize = 16;
 /// Longest sleep: peers that have gone silent are noticed by timers.
 const SLEEP_MAX_NS: u64 = 1_000_000_000;
@@ -26,7 +26,7 @@ const SLEEP_MAX_NS: u64 = 1_000_000_000;
 /// Identity of a container: device and inode of its network namespace.
 pub type ContainerId = (u64, u64);
 
-/// A line about what keeps packets of a container's process from being sent.
+/// A warning for the daemon's log: the container, and why packets of one of its processes were not sent.
 pub type Note = (ContainerId, String);
 
 /// Counters of a container.
@@ -74,7 +74,7 @@ struct Container {
     /// Process that begins the next turn.
     next: usize,
     counters: ContainerCounters,
-    /// Number of lines that its processes have caused.
+    /// Number of warnings so far, also of those that were not kept.
     noted: usize,
 }
 
@@ -208,7 +208,7 @@ impl Room {
         self.served.iter_mut().flatten().for_each(|process| process.say_goodbye(now));
     }
 
-    /// Lines since the last call.
+    /// Warnings since the last call.
     pub(super) fn take_notes(&mut self) -> Vec<Note> {
         std::mem::take(&mut self.notes)
     }

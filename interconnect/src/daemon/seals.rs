@@ -50,7 +50,7 @@ impl Seals {
         from: SocketAddr,
         packet: &'a mut [u8],
     ) -> Option<&'a [u8]> {
-        // Without sealed links there is nothing to open, and nobody to answer.
+        // Without a connection to the meeting point nothing is sealed: the packet is as its sender made it.
         if self.daemon.is_none() {
             return Some(packet);
         }

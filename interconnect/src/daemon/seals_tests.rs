@@ -35,7 +35,7 @@ fn talk_until(what: &str, a: &Endpoint, b: &Endpoint, to: Peer, mut is_so: impl 
     }
 }
 
-/// All operations between two hosts with a sealed link, in both directions, and what they leave in the counters.
+/// Checks all operations between two hosts with a sealed link, in both directions: memory, attachment and counters.
 fn meet(near: (&Daemon, &str), far: (&Daemon, &str)) {
     let ((_a_node, a, a_peer), (_b_node, b, b_peer)) = (near.0.node(near.1), far.0.node(far.1));
     all_operations(&a, &b, a_peer, b_peer);

@@ -204,7 +204,7 @@ impl Service {
         }
     }
 
-    /// What has kept packets of containers from being sent, since the last call. A container has few lines in all.
+    /// Warnings since the last call: why packets of a container were not sent. At most 16 for each container, ever.
     pub fn take_notes(&self) -> Vec<Note> {
         std::mem::take(&mut *self.common.notes.lock())
     }

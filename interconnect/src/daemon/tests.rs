@@ -69,7 +69,7 @@ impl Daemon {
         Self::run(host, name, service)
     }
 
-    /// A daemon that says of every peer that it is reached like this.
+    /// A daemon that answers every question about a peer with `reach`.
     pub(super) fn of_sealed(reach: Reach) -> Self {
         let service = Service::start(MEMORY as u64, 1 << 40).unwrap();
         let (mut host, name) = meeting_point(&service);

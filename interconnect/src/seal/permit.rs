@@ -43,7 +43,8 @@ impl Permit {
 }
 
 impl Sealing {
-    /// Whether packets may leave in clear text, by the daemon's last answer; asks it again if that is old. Without a daemon, or if the user wants clear text, packets may leave.
+    /// Whether packets may leave in clear text, by the daemon's last answer; asks it again if that is old. Without a daemon, or if the user
+    /// wants clear text, they may.
     pub(crate) fn permission(&mut self, now: u64) -> Permission {
         let Some(permit) = self.permit.as_mut().filter(|_| self.has_daemon) else {
             return Permission::Given;

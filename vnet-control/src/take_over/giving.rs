@@ -19,7 +19,8 @@ use vnet::link::rendezvous::relay_succession::Frozen;
 use vnet::link::sealed::keeper::Keeper;
 use vnet::link::succession::SealedBytes;
 
-/// What is handed over first. Until it is dropped, no front end of a guest changes anything, and the same pairs of hosts meet here.
+/// What is handed over first. Until it is dropped, no front end of a guest changes anything, and no pair of hosts that meet here is added
+/// or removed.
 pub struct Given<'a> {
     /// Settings and positions.
     pub estate: Estate,

@@ -26,7 +26,6 @@
 
 mod bridge;
 mod common;
-mod encoding;
 pub mod fake;
 #[cfg(feature = "test-util")]
 pub mod fuzz;
@@ -50,6 +49,7 @@ mod state;
 mod strangers;
 pub mod stream;
 pub mod succession;
+mod succession_bytes;
 pub mod vxlan;
 
 pub use bridge::{Bridge, Sender};

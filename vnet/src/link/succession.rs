@@ -28,7 +28,7 @@
 //!
 //! ```text
 //!   version 1 | length of the name 2, name | next number 8 | ms since the peer was heard, or all ones 8 | round trip us 4 | flags 1
-//!   the peer's address (encoding.rs) | 0 or 1, for a link with `via`: its choice of the path (rendezvous/hole_punching.rs) | number of sessions 1
+//!   the peer's address (succession_bytes.rs) | 0 or 1, for a link with `via`: its choice of the path (rendezvous/hole_punching.rs) | number of sessions 1
 //!   each session, oldest first:
 //!     epoch 1 | stage 1: 0 pending, 1 current, 2 retired | role 1: 0 initiator, 1 responder | first number 8 | age ms 8
 //!     ms since it retired, or all ones 8 | exported keys 72 | 0 or 1: application secret 1, secret 32 | replay window 513 * 8
@@ -41,8 +41,6 @@ use std::net::SocketAddr;
 
 use zeroize::Zeroizing;
 
-use super::encoding::{NEVER, Reader, certificates_len, write_address, write_age, write_certificates};
-pub use super::encoding::{SEALED_STATE_MAX, SealedBytes, SuccessionError};
 use super::first_number;
 use super::link::Link;
 use super::rendezvous::hole_punching::PathState;
@@ -51,6 +49,10 @@ use super::sealed::identity::CertificateInfo;
 use super::sealed::replay::{ReplayWindow, SLOTS};
 use super::sealed::session::{Exported, Resumed, Role, Session, Stage};
 use super::state::LinkState;
+use super::succession_bytes::{
+    NEVER, Reader, certificates_len, write_address, write_age, write_certificates,
+};
+pub use super::succession_bytes::{SEALED_STATE_MAX, SealedBytes, SuccessionError};
 
 /// Numbers that the next vnetd leaves out: more than a running one could send besides frames until it ends.
 const MARGIN: u64 = 1 << 16;

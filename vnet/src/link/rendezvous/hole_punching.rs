@@ -18,9 +18,9 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use super::client::{Registration, Ticket, attend};
-use crate::link::encoding::{Reader, SuccessionError, write_address, write_age};
 use crate::link::sealed::identity::Identity;
 use crate::link::sealed::identity::tls::HandshakeError;
+use crate::link::succession_bytes::{Reader, SuccessionError, write_address, write_age};
 use crate::link::{first_number, normalised};
 
 /// How long a directly received keepalive is valid: of five a second, four may be lost.

@@ -107,7 +107,7 @@ pub(super) struct RelayState {
     pub(super) inherited: Mutex<Vec<(UdpSocket, u16)>>,
     /// Taken while datagrams are forwarded.
     pub(super) forwarding: Mutex<()>,
-    /// True while a take-over is being prepared: no pair begins or ends.
+    /// True while a take-over is being prepared: no pair is added or removed.
     pub(super) frozen: AtomicBool,
     /// True while the next vnetd is about to forward in place of this one.
     pub(super) resting: AtomicBool,

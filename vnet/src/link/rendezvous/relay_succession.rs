@@ -7,10 +7,10 @@
 //!   3 states: each pair that has met              ----> PairState::parse, Relay::resume: forwards
 //! ```
 //!
-//! From step 1 on no pair begins or ends. Connections that wait or are joined are lost, and their hosts meet again: as with any
-//! handshake under way, see link/succession.rs. If the next vnetd fails, the running one goes on with [`Relay::go_on`].
+//! From step 1 on no pair is added or removed. TCP connections of hosts that are meeting end with the running vnetd, and their hosts ask
+//! again, as after any handshake that fails (link/succession.rs). If the next vnetd fails, the running one goes on with [`Relay::go_on`].
 //!
-//! The encoded state of a pair, in the form of encoding.rs:
+//! The encoded state of a pair, in the form of succession_bytes.rs:
 //!
 //! ```text
 //!   version 1 | names of the hosts: length 2, name | UDP port 2 | for each host:
@@ -26,7 +26,7 @@ use parking_lot::Mutex;
 
 use super::client::{ID_LEN, KEY_LEN, NAME_MAX};
 use super::relay::{Pair, Relay, RelayState, Side};
-use crate::link::encoding::{
+use crate::link::succession_bytes::{
     Reader, SealedBytes, SuccessionError, certificates_len, write_address, write_age, write_certificates,
 };
 
@@ -41,7 +41,7 @@ pub struct PairState {
     sides: [Side; 2],
 }
 
-/// Until it is dropped, no pair begins or ends.
+/// While it exists, the relay adds and removes no pair.
 pub struct Frozen<'a>(&'a RelayState);
 
 impl Drop for Frozen<'_> {
@@ -67,7 +67,7 @@ impl Relay {
     /// Step 2: forwards nothing and admits no host, until [`Relay::go_on`].
     pub fn rest(&self) {
         self.state.resting.store(true, Relaxed);
-        // The forwarding thread looks at `resting` under this lock.
+        // Waits for the forwarding thread, which checks `resting` under this lock.
         drop(self.state.forwarding.lock());
     }
 
@@ -104,7 +104,7 @@ impl Relay {
         self.state.pairs.lock().insert(names, Arc::new(pair));
     }
 
-    /// All pairs are there: closes the sockets of those that had not met.
+    /// After the last pair: closes the sockets of pairs whose hosts had not met.
     pub fn resumed(&self) {
         self.state.inherited.lock().clear();
     }

@@ -1,4 +1,4 @@
-//! Bytes of the state that a running vnetd hands to the next one: what the encodings in succession.rs and rendezvous/ have in common.
+//! Bytes of the state that a running vnetd hands to the next one: integers, times, addresses and certificates, as succession.rs and rendezvous/ write them.
 //!
 //! All numbers are little-endian. A time is the number of milliseconds that have passed since; all ones stand for never.
 
@@ -63,14 +63,14 @@ pub(in crate::link) fn certificates_len(chain: &[CertificateDer<'_>]) -> usize {
     1 + chain.iter().map(|certificate| 4 + certificate.len()).sum::<usize>()
 }
 
-/// Bytes that are left.
+/// Reads an encoded state from the front. Every error says what is wrong with it.
 pub(in crate::link) struct Reader<'a>(pub(in crate::link) &'a [u8]);
 
 impl<'a> Reader<'a> {
-    /// Reads a state.
+    /// A reader of a whole encoded state.
     ///
     /// # Errors
-    /// It is longer than any state.
+    /// It is longer than [`SEALED_STATE_MAX`].
     pub(in crate::link) fn new(bytes: &'a [u8]) -> Result<Reader<'a>, SuccessionError> {
         if bytes.len() > SEALED_STATE_MAX {
             return Err(SuccessionError("it is too long"));
@@ -78,8 +78,10 @@ impl<'a> Reader<'a> {
         Ok(Reader(bytes))
     }
 
+    /// The state has been read to its end.
+    ///
     /// # Errors
-    /// Bytes are left.
+    /// Bytes follow.
     pub(in crate::link) fn end(self) -> Result<(), SuccessionError> {
         if self.0.is_empty() { Ok(()) } else { Err(SuccessionError("bytes follow it")) }
     }
@@ -112,7 +114,7 @@ impl<'a> Reader<'a> {
         Ok(u64::from_le_bytes(self.array()?))
     }
 
-    /// True if something follows.
+    /// The byte before an optional part: true if the part follows.
     pub(in crate::link) fn has(&mut self) -> Result<bool, SuccessionError> {
         match self.u8()? {
             0 => Ok(false),
@@ -128,7 +130,7 @@ impl<'a> Reader<'a> {
         text.filter(|name| (1..=max).contains(&name.len())).ok_or(SuccessionError("a name"))
     }
 
-    /// A number that is counted up: it ends before such numbers do.
+    /// The last number of a counter, with room for 2^48 more.
     pub(in crate::link) fn counted(&mut self) -> Result<u64, SuccessionError> {
         let number = self.u64()?;
         number.checked_add(1 << 48).map(|_| number).ok_or(SuccessionError("a number"))
