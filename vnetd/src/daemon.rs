@@ -4,32 +4,6 @@
 //! signals: SIGHUP reloads the file, SIGTERM and SIGINT stop vnetd cleanly. All of this runs on one thread; the core's
 //! dispatchers move frames and never wait for that thread.
 
-mod capture;
-mod confine;
-mod console;
-mod events;
-mod follow;
-mod gate;
-mod guests;
-mod handlers;
-mod interface_watch;
-mod meetings;
-mod metrics;
-mod overlay;
-mod privileges;
-mod rdma_engine;
-#[cfg(test)]
-mod reference;
-mod remote;
-mod script;
-mod sealing;
-mod serve;
-mod shared;
-mod take_over;
-mod timeline;
-mod tls;
-mod watchdog;
-
 use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -58,6 +32,8 @@ use crate::remote::Remote;
 use crate::shared::Shared;
 use crate::take_over::take::Taker;
 use crate::take_over::{CONTROL, background, give};
+use crate::watchdog::notify;
+use crate::{events, follow, handlers, interface_watch, meetings, overlay, privileges, serve, watchdog};
 
 /// Mode of the control socket: only root and vnetd's own user may connect.
 const CONTROL_SOCKET_MODE: u32 = 0o600;
@@ -149,7 +125,8 @@ fn abort_on_panic() {
     }));
 }
 
-fn main() -> ExitCode {
+/// Runs vnetd as its arguments say.
+pub fn main() -> ExitCode {
     abort_on_panic();
     let args = Args::parse();
     tracing_subscriber::registry()
@@ -426,13 +403,6 @@ fn reload(file: &Path, shared: &Shared) {
 fn not_applied(file: &Path, error: &dyn std::error::Error) {
     error.to_string().lines().for_each(|line| tracing::error!("{line}"));
     tracing::error!("{}: not applied, everything stays as it is", file.display());
-}
-
-/// Sends a state to the service manager, if vnetd has one.
-fn notify(states: &[NotifyState<'_>]) {
-    if let Err(error) = sd_notify::notify(states) {
-        tracing::warn!("cannot notify the service manager: {error}");
-    }
 }
 
 /// The signals that vnetd handles.

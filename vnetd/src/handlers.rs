@@ -97,6 +97,7 @@ fn described() -> OpenApiRouter<App> {
         .routes(routes!(remove_link))
         .routes(routes!(list_routes, add_route))
         .routes(routes!(remove_route))
+        .routes(routes!(move_routes))
         .routes(routes!(apply))
         .routes(routes!(save))
         .routes(routes!(trace, follow_trace))
@@ -113,6 +114,11 @@ pub fn document() -> utoipa::openapi::OpenApi {
 
 /// The router. Requests must carry their [`gate::Caller`] as an extension.
 pub fn router(app: App) -> Router {
+    routes(app.token.clone()).with_state(app)
+}
+
+/// The requests of the API, for a host still to be named.
+pub fn routes(token: Option<Arc<Token>>) -> Router<App> {
     let (router, _) = described().split_for_parts();
     router
         .fallback(async || {
@@ -123,8 +129,7 @@ pub fn router(app: App) -> Router {
         })
         .layer(DefaultBodyLimit::max(BODY_MAX))
         .layer(middleware::from_fn(gate::whole_body))
-        .layer(middleware::from_fn_with_state(app.token.clone(), gate::allow))
-        .with_state(app)
+        .layer(middleware::from_fn_with_state(token, gate::allow))
 }
 
 async fn ask<T: Serialize + Send + 'static>(
@@ -299,6 +304,22 @@ async fn remove_route(
     })?;
     change(shared, by, move |engine| Ok(engine.remove_route(index)?)).await?;
     Ok(StatusCode::NO_CONTENT.into_response())
+}
+
+/// Makes all routes to an address lead elsewhere, from one frame to the next: for a machine that has moved
+///
+/// Answers the changed routes, which have new indices.
+#[utoipa::path(patch, path = "/v1/routes", request_body = api::RouteMove,
+    responses((status = 200, body = Vec<api::Route>), (status = "4XX", body = api::Refusal)))]
+async fn move_routes(State(shared): State<Shared>, Extension(by): By, body: Body) -> Answer {
+    let wanted: Result<api::RouteMove, _> = serde_json::from_slice(&body?);
+    let api::RouteMove { dst, to, network } = wanted.map_err(|error| Refused::Request(error.to_string()))?;
+    let to = to.parse::<Target>().map_err(Refused::Request)?;
+    let moved = change(shared, by, move |engine| {
+        let moved = engine.move_routes(network, dst, &to)?;
+        Ok(engine.routes().into_iter().filter(|route| moved.contains(&route.index)).collect::<Vec<_>>())
+    });
+    Ok(json(StatusCode::OK, &moved.await?))
 }
 
 /// Query parameters of `POST /v1/apply`.

@@ -78,7 +78,7 @@ fn documented() -> Vec<(String, String)> {
     paths
         .iter()
         .flat_map(methods)
-        .filter(|(method, _)| ["GET", "POST", "DELETE"].contains(&method.as_str()))
+        .filter(|(method, _)| ["GET", "POST", "PATCH", "DELETE"].contains(&method.as_str()))
         .collect()
 }
 
@@ -105,6 +105,39 @@ async fn the_answer_names_the_link_that_was_made() {
     assert!(refused.contains("links of the overlay come and go with their hosts"), "{refused}");
     // A configured link of the same name replaces the computed link and keeps its index.
     assert_eq!(say("LINK ADD 127.0.1.4 9000 udp name=h9").await, "OK link 1");
+}
+
+#[tokio::test]
+async fn all_routes_of_a_moved_address_are_answered() {
+    let app = app(None);
+    for link in ["h2", "h3"] {
+        let body =
+            format!(r#"{{"name": "{link}", "remote": "127.0.1.{}:9000", "trusted": true}}"#, &link[1..]);
+        assert_eq!(ask(&app, LOCAL, "POST", "/v1/links", &[], &body).await.0, 201);
+    }
+    for src in ["any", "52:54:00:00:00:09"] {
+        let route = format!(r#"{{"src": "{src}", "dst": "52:54:00:00:00:01", "to": "link h2"}}"#);
+        assert_eq!(ask(&app, LOCAL, "POST", "/v1/routes", &[], &route).await.0, 201);
+    }
+    let wanted = r#"{"dst": "52:54:00:00:00:01", "to": "link h3"}"#;
+    let (status, moved) = ask(&app, LOCAL, "PATCH", "/v1/routes", &[], wanted).await;
+    let moved = moved.as_array().unwrap();
+    assert_eq!((status, moved.len()), (200, 2), "{moved:?}");
+    assert!(moved.iter().all(|route| route["to"] == "link h3"), "{moved:?}");
+    for (wrong, reason) in [
+        (
+            r#"{"dst": "52:54:00:00:00:02", "to": "link h3"}"#,
+            "there is no route to 52:54:00:00:00:02 in network 1",
+        ),
+        (r#"{"dst": "52:54:00:00:00:01", "to": "h3"}"#, "write interface NAME or link NAME"),
+        (r#"{"dst": "52:54:00:00:00:01", "to": "link h9"}"#, "h9"),
+        (r#"{"dst": "52:54", "to": "link h3"}"#, "52:54"),
+        (r#"{"dst": "52:54:00:00:00:01", "to": "link h3", "from": "any"}"#, "from"),
+    ] {
+        let (status, answer) = ask(&app, LOCAL, "PATCH", "/v1/routes", &[], wrong).await;
+        let text = answer.to_string();
+        assert!((400..500).contains(&status) && text.contains(reason), "{wrong}: {status} {text}");
+    }
 }
 
 #[tokio::test]

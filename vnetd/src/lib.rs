@@ -1,3 +1,31 @@
-//! The part of vnetd that is a library: the overlay's store agent, so that load tests can run many of them.
+//! vnetd as a library: the program itself, the overlay's store agent for load tests, and what fuzz targets need.
 
+mod capture;
+mod confine;
+mod console;
+pub mod daemon;
+mod events;
+mod follow;
+#[cfg(feature = "test-util")]
+pub mod fuzz;
+mod gate;
+mod guests;
+mod handlers;
+mod interface_watch;
+mod meetings;
+mod metrics;
+mod overlay;
+mod privileges;
+mod rdma_engine;
+#[cfg(test)]
+mod reference;
+mod remote;
+mod script;
+mod sealing;
+mod serve;
+mod shared;
 pub mod store;
+mod take_over;
+mod timeline;
+mod tls;
+mod watchdog;

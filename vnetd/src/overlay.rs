@@ -3,12 +3,12 @@
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::thread::JoinHandle;
 
+use crate::store::{Agent, EngineHost, LastKnown, Options, settings};
 use tokio::sync::watch::{Sender, channel};
 use vnet::frame::NetworkId;
 use vnet_control::desired::Desired;
 use vnet_control::engine::Engine;
 use vnet_control::overlay::{Authenticator, Computed, Overlay};
-use vnetd::store::{Agent, EngineHost, LastKnown, Options, settings};
 
 use crate::shared::Shared;
 

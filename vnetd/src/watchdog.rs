@@ -19,11 +19,18 @@ pub async fn serve(period: Duration, pulse: Pulse) {
     loop {
         interval.tick().await;
         match pulse.silent_for(period / SILENCE) {
-            None => crate::notify(&[NotifyState::Watchdog]),
+            None => notify(&[NotifyState::Watchdog]),
             Some(id) => tracing::error!(
                 "dispatcher {id} has hung for more than {:?}: no sign of life for the service manager",
                 period / SILENCE
             ),
         }
+    }
+}
+
+/// Sends a state to the service manager, if vnetd has one.
+pub fn notify(states: &[NotifyState<'_>]) {
+    if let Err(error) = sd_notify::notify(states) {
+        tracing::warn!("cannot notify the service manager: {error}");
     }
 }

@@ -232,7 +232,11 @@ fn no_circle_of_files_or_folders() {
     let (mut files, mut folders) = (BTreeSet::new(), vec![]);
     for (source, root) in ROOTS {
         let edges = Crate::read(&repository().join(source), root, false).edges();
-        assert!(edges.len() > 1 || (source, root) == ("vnetd/src", "lib.rs"), "{source}/{root} was not read");
+        // vnetd's program only calls its library.
+        assert!(
+            edges.len() > 1 || (source, root) == ("vnetd/src", "main.rs"),
+            "{source}/{root} was not read"
+        );
         for circle in circles(&edges) {
             for ((from, to), names) in &edges {
                 if circle.contains(from) && circle.contains(to) {

@@ -1,0 +1,7 @@
+//! The program vnetd.
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    vnetd::daemon::main()
+}
