@@ -5,6 +5,8 @@ use std::path::PathBuf;
 use clap::error::ErrorKind;
 use clap::{Args as Group, CommandFactory, Parser, Subcommand, ValueEnum};
 use serde_json::Value;
+use vnet::wire::ethernet::Mac;
+use vnet_control::desired::Target;
 use vnet_control::language::Dialect;
 
 use crate::client::encode;
@@ -156,6 +158,7 @@ Commands (HELP describes them):
   LINK ADD IP PORT [udp|tcp]     LINK DEL INDEX         LINKS?
   ROUTE ADD SRC DST edge|interface ID any|edge|interface [ID]
                                  ROUTE DEL INDEX        ROUTES?
+  ROUTE MOVE MAC edge|interface ID
   INTERFACE ADD NAME veth|tap|vhost-user|local KEY=VALUE ...
                                  INTERFACE DEL INDEX    INTERFACES?
   STATS?  HELP  HELLO  DONE
@@ -357,6 +360,17 @@ pub enum RouteCommand {
     List,
     /// Add a route
     Add(New<Route>),
+    /// Make all routes to an address lead elsewhere, from one frame to the next: for a machine that has moved
+    #[command(after_help = "Example:\n  vnet route move 52:54:00:00:00:02 'link h3'")]
+    Move {
+        /// MAC address of the machine
+        mac: Mac,
+        /// Where its frames go now: 'link NAME' or 'interface NAME'
+        to: Target,
+        /// The network
+        #[arg(long, default_value_t = 1)]
+        network: u32,
+    },
     /// Remove a route
     Del {
         /// Index of the route, as shown by 'route list'

@@ -230,6 +230,7 @@ mod tests {
             ("li", 0, vec!["LINK", "LINKS?"]),
             ("LINK ", 5, vec!["ADD", "DEL"]),
             ("route a", 6, vec!["ADD"]),
+            ("route m", 6, vec!["MOVE"]),
             ("LINK ADD 10.0.0.2 9000 t", 23, vec!["tcp"]),
             ("ROUTE ADD any any edge h", 23, vec!["h2"]),
             ("ROUTE ADD any any e", 18, vec!["edge"]),

@@ -63,7 +63,8 @@ fn run(args: &Args) -> Result<(), Failure> {
         }
         Command::Interface(InterfaceCommand::Set { name, settings }) => {
             let settings: serde_json::Map<_, _> = settings.iter().cloned().collect();
-            vnet.change(&format!("/v1/interfaces/{}", client::encode(name)), &settings.into())
+            let path = format!("/v1/interfaces/{}", client::encode(name));
+            vnet.change(&path, &settings.into(), |changed| show::interfaces(&vec![changed]))
         }
         Command::Interface(InterfaceCommand::Timeline(timeline)) => {
             vnet.ask(&timeline.path(), timeline::show)
@@ -75,6 +76,10 @@ fn run(args: &Args) -> Result<(), Failure> {
             vnet.add("/v1/routes", &add.request(), |route: api::Route| {
                 format!("route {} added\n", route.index)
             })
+        }
+        Command::Route(RouteCommand::Move { mac, to, network }) => {
+            let request = json!({ "dst": mac, "to": to.to_string(), "network": network });
+            vnet.change("/v1/routes", &request, |moved| show::routes(&moved))
         }
         Command::Interface(InterfaceCommand::Del { name }) => {
             vnet.remove("interface", "/v1/interfaces", name)
@@ -135,9 +140,14 @@ impl Vnet<'_> {
         self.print(&answer, |answer| Ok(show(read(answer)?)))
     }
 
-    fn change(&self, path: &str, request: &Value) -> Result<(), Failure> {
+    fn change<T: DeserializeOwned>(
+        &self,
+        path: &str,
+        request: &Value,
+        show: impl Fn(T) -> String,
+    ) -> Result<(), Failure> {
         let answer = self.client.patch(path, request.to_string().into_bytes())?;
-        self.print(&answer, |answer| Ok(show::interfaces(&vec![read(answer)?])))
+        self.print(&answer, |answer| Ok(show(read(answer)?)))
     }
 
     fn remove(&self, object: &str, path: &str, name: &str) -> Result<(), Failure> {

@@ -12,6 +12,7 @@ use crate::engine::Listed;
 use crate::overlay::PeerLink;
 use vnet::link::sealed::pki::{Flaw, Pki};
 use vnet::stats::DiscardReason;
+use vnet::wire::ethernet::Mac;
 
 /// A host with its sockets in `dir`.
 fn desired(dir: &Path, more: &str) -> Desired {
@@ -261,6 +262,40 @@ fn single_changes_use_the_same_path() {
     engine.remove_interface("vm1").unwrap();
     engine.remove_link("h2").unwrap();
     assert_eq!(names(&engine), (vec![], vec![], vec![]));
+    engine.stop();
+}
+
+#[test]
+fn routes_of_a_moved_address_move_together() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut engine = Engine::start(desired(
+        dir.path(),
+        &(link("h2", 2) + &link("h3", 3) + "[[network]]\nid = 1\n[[network]]\nid = 2\n"),
+    ))
+    .unwrap();
+    let mac: Mac = "52:54:00:00:00:01".parse().unwrap();
+    let from_either = [
+        r#"{"dst":"52:54:00:00:00:01","to":"link h2"}"#,
+        r#"{"dst":"52:54:00:00:00:01","src":"52:54:00:00:00:09","to":"link h3"}"#,
+        r#"{"dst":"52:54:00:00:00:01","src":"52:54:00:00:00:09","to":"link h2"}"#,
+        r#"{"dst":"52:54:00:00:00:01","to":"link h2","network":2}"#,
+        r#"{"dst":"not-52:54:00:00:00:01","to":"link h2"}"#,
+    ];
+    for route in from_either {
+        engine.add_route(route_from_json(route.as_bytes()).unwrap()).unwrap();
+    }
+    let [h3, h4] = ["h3", "h4"].map(|name| Target::Link(name.into()));
+    let error = engine.move_routes(NetworkId::DEFAULT, mac, &h4).unwrap_err().to_string();
+    assert!(error.contains("h4"), "{error}");
+    assert_eq!(engine.routes().len(), 5, "nothing has changed");
+    // Two rules that differed in their target are one now; other networks and other destinations stay.
+    assert_eq!(engine.move_routes(NetworkId::DEFAULT, mac, &h3).unwrap(), [2, 6]);
+    let mut to: Vec<_> =
+        engine.routes().iter().map(|route| (route.index, route.settings.text("to"))).collect();
+    to.sort();
+    let to: Vec<_> = to.iter().map(|(index, to)| (*index, to.as_str())).collect();
+    assert_eq!(to, [(2, "link h3"), (4, "link h2"), (5, "link h2"), (6, "link h3")]);
+    assert_eq!(engine.move_routes(NetworkId::DEFAULT, mac, &h3).unwrap(), [2, 6], "again");
     engine.stop();
 }
 

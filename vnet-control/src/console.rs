@@ -220,6 +220,13 @@ fn carry_out(engine: &mut Engine, command: Command) -> Result<String, ConsoleErr
             engine.remove_route(index)?;
             Ok(format!("route {index} removed"))
         }
+        Command::MoveRoutes { dst, to, network } => {
+            let to = target(engine, &to)?;
+            let network = network.or_else(|| network_of(engine, &to)).unwrap_or_default();
+            let moved = engine.move_routes(network, dst, &to)?;
+            let indices: Vec<_> = moved.iter().map(ToString::to_string).collect();
+            Ok(format!("route {}", indices.join(" ")))
+        }
         Command::DeleteLink(index) => {
             let name = engine.indices().link_name(index).map(ToString::to_string);
             engine.remove_link(

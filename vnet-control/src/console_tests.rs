@@ -51,13 +51,27 @@ fn links_routes_and_interfaces_come_and_go_by_index() {
                  3 none any interface vm1 edge network=1\n.\n",
             ),
             ("ROUTES? 3", "3 none any interface vm1 edge network=1\n.\n"),
+            ("ROUTE MOVE 52:54:00:00:00:02 edge h3", "OK route 4\n"),
+            (
+                "ROUTES?",
+                "2 any not-52:54:00:00:00:02 interface vm1 edge 127.0.1.3:9000 network=1\n\
+                 3 none any interface vm1 edge network=1\n\
+                 4 any 52:54:00:00:00:02 edge 127.0.1.3:9000 any network=1\n.\n",
+            ),
+            ("ROUTE MOVE 52:54:00:00:00:02 edge 127.0.1.2 network=1", "OK route 5\n"),
+            ("ROUTE MOVE 52:54:00:00:00:02 edge 127.0.1.2", "OK route 5\n"),
+            (
+                "ROUTE MOVE 52:54:00:00:00:03 interface vm1",
+                "ERROR there is no route to 52:54:00:00:00:03 in network 1; ROUTES? lists them\n",
+            ),
+            ("ROUTE MOVE 52:54:00:00:00:02 edge h9", "ERROR there is no link to 'h9'; LINKS? lists them\n"),
             ("ROUTE DEL 2", "OK route 2 removed\n"),
             ("ROUTE DEL 2", "ERROR there is no route 2; ROUTES? lists them\n"),
             (
                 "LINK DEL 1",
-                "ERROR link link1 is named by route 1 (src any, dst 52:54:00:00:00:02, from any, to link link1); delete that first\n",
+                "ERROR link link1 is named by route 5 (src any, dst 52:54:00:00:00:02, from any, to link link1); delete that first\n",
             ),
-            ("ROUTE DEL 1", "OK route 1 removed\n"),
+            ("ROUTE DEL 5", "OK route 5 removed\n"),
             ("LINK DEL 1", "OK link 1 removed\n"),
             ("LINK ADD 127.0.1.4 9000", "OK link 3\n"),
             ("LINK DEL 1", "ERROR there is no link 1; LINKS? lists them\n"),

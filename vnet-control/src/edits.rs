@@ -1,5 +1,11 @@
 //! Single changes of the configured state: each one builds a new desired state, which is checked and applied like any other.
 
+use std::collections::HashSet;
+
+use vnet::frame::NetworkId;
+use vnet::route::Qualifier;
+use vnet::wire::ethernet::Mac;
+
 use super::config::{self, ConfigError};
 use super::desired::*;
 use super::engine::{Engine, EngineError, Listed};
@@ -73,6 +79,35 @@ impl Engine {
         let found = self.route_indices.iter().find(|(_, i)| **i == index).map(|(spec, _)| spec.clone());
         let spec = found.ok_or_else(|| EngineError::NotFound(format!("route {index}"), Listed::Routes))?;
         self.edit(|desired| desired.routes.retain(|item| item.spec != spec))
+    }
+
+    /// Makes all rules for frames to `dst` lead to `to` and returns their indices, in order. Dispatchers switch from the old rules
+    /// to the new ones at once: no frame meets neither, and none meets both.
+    pub fn move_routes(
+        &mut self,
+        network: NetworkId,
+        dst: Mac,
+        to: &Target,
+    ) -> Result<Vec<u32>, EngineError> {
+        let leads_there = |spec: &RouteSpec| spec.network == network && spec.dst == Qualifier::Is(dst);
+        if !self.own.routes.iter().any(|item| leads_there(&item.spec)) {
+            let what = format!("route to {dst} in network {network}");
+            return Err(EngineError::NotFound(what, Listed::Routes));
+        }
+        self.edit(|desired| {
+            let mut known = HashSet::new();
+            desired.routes.retain_mut(|item| {
+                if leads_there(&item.spec) {
+                    item.spec.to = to.clone();
+                }
+                // Rules that differed in their target only are one rule now.
+                known.insert(item.spec.clone())
+            });
+        })?;
+        let moved = self.route_indices.iter().filter(|(spec, _)| leads_there(spec) && spec.to == *to);
+        let mut moved: Vec<_> = moved.map(|(_, index)| *index).collect();
+        moved.sort_unstable();
+        Ok(moved)
     }
 
     fn not_in_use(&self, target: Target) -> Result<(), EngineError> {

@@ -76,6 +76,15 @@ pub enum Command {
     AddRoute(AddRoute),
     /// `ROUTE DEL`
     DeleteRoute(u32),
+    /// `ROUTE MOVE`
+    MoveRoutes {
+        /// The address whose frames lead elsewhere.
+        dst: Mac,
+        /// Interface or link to which they go.
+        to: PortName,
+        /// The network; by default that of the interface, else 1.
+        network: Option<NetworkId>,
+    },
     /// `INTERFACE ADD`
     AddInterface {
         /// Interface name.
@@ -224,7 +233,7 @@ fn command(dialect: Dialect, line: &str) -> Result<Command, LanguageError> {
         Some(word) => match verb(word) {
             Some(verb) => change(noun, verb, words),
             None => Err(LanguageError::Usage {
-                what: format!("{} is neither ADD, DEL nor LIST", quote(word)),
+                what: format!("{} is neither {}", quote(word), verbs(noun)),
                 syntax: syntax_of(noun, Verb::Add),
             }),
         },
@@ -265,12 +274,19 @@ fn list(noun: Noun, mut words: Words<'_>) -> Result<Command, LanguageError> {
 enum Verb {
     Add,
     Delete,
+    Move,
+}
+
+/// What may follow a noun.
+fn verbs(noun: Noun) -> &'static str {
+    if noun == Noun::Route { "ADD, DEL, MOVE nor LIST" } else { "ADD, DEL nor LIST" }
 }
 
 fn verb(word: &str) -> Option<Verb> {
     match &*word.to_ascii_lowercase() {
         "add" => Some(Verb::Add),
         "del" | "delete" | "remove" => Some(Verb::Delete),
+        "move" => Some(Verb::Move),
         _ => None,
     }
 }
@@ -286,7 +302,9 @@ fn syntax_of(noun: Noun, verb: Verb) -> &'static str {
         (Noun::Link, Verb::Delete) => "LINK DEL",
         (Noun::Route, Verb::Add) => "ROUTE ADD",
         (Noun::Route, Verb::Delete) => "ROUTE DEL",
-        (Noun::Interface, Verb::Add) => "INTERFACE ADD",
+        (Noun::Route, Verb::Move) => "ROUTE MOVE",
+        (Noun::Link, Verb::Move) => "LINK ADD",
+        (Noun::Interface, Verb::Add | Verb::Move) => "INTERFACE ADD",
         (Noun::Interface, Verb::Delete) => "INTERFACE DEL",
     })
 }
@@ -296,6 +314,10 @@ fn change(noun: Noun, verb: Verb, mut words: Words<'_>) -> Result<Command, Langu
     match (noun, verb) {
         (Noun::Link, Verb::Add) => add_link(words),
         (Noun::Route, Verb::Add) => add_route(words).map(Command::AddRoute),
+        (Noun::Route, Verb::Move) => move_routes(words),
+        (Noun::Link | Noun::Interface, Verb::Move) => {
+            Err(words.wrong(format!("MOVE is neither {}", verbs(noun))))
+        }
         (Noun::Interface, Verb::Add) => add_interface(words),
         (Noun::Link, Verb::Delete) => words.index().map(Command::DeleteLink),
         (Noun::Route, Verb::Delete) => words.index().map(Command::DeleteRoute),
@@ -327,12 +349,7 @@ fn add_interface(mut words: Words<'_>) -> Result<Command, LanguageError> {
 fn add_route(mut words: Words<'_>) -> Result<AddRoute, LanguageError> {
     let src = words.parsed("the source")?;
     let dst = words.parsed("the destination")?;
-    let kind = words.word("edge or interface")?;
-    let to = match words.kind(kind)? {
-        Some(Noun::Link) => edge(words.word("the link's IP address")?),
-        Some(_) => interface(words.word("the interface's MAC address")?),
-        None => return Err(words.wrong("frames cannot go to 'any'".into())),
-    };
+    let to = destination(&mut words)?;
     let kind = words.word("any, edge or interface")?;
     let kind = words.kind(kind)?;
     // An identity follows, unless the next word is a key.
@@ -347,6 +364,28 @@ fn add_route(mut words: Words<'_>) -> Result<AddRoute, LanguageError> {
         (Some(Noun::Link), Some(id)) => FromClause::One(edge(id)),
         (Some(_), Some(id)) => FromClause::One(interface(id)),
     };
+    let network = network(&mut words)?;
+    Ok(AddRoute { src, dst, to, from, network })
+}
+
+fn move_routes(mut words: Words<'_>) -> Result<Command, LanguageError> {
+    let dst = words.parsed("the address")?;
+    let to = destination(&mut words)?;
+    Ok(Command::MoveRoutes { dst, to, network: network(&mut words)? })
+}
+
+/// Parses the link or interface that frames go to.
+fn destination(words: &mut Words<'_>) -> Result<PortName, LanguageError> {
+    let kind = words.word("edge or interface")?;
+    match words.kind(kind)? {
+        Some(Noun::Link) => Ok(edge(words.word("the link's IP address")?)),
+        Some(_) => Ok(interface(words.word("the interface's MAC address")?)),
+        None => Err(words.wrong("frames cannot go to 'any'".into())),
+    }
+}
+
+/// Parses the keys of a route, of which there is one.
+fn network(words: &mut Words<'_>) -> Result<Option<NetworkId>, LanguageError> {
     let mut network = None;
     for (key, value) in words.keys(&[])?.0 {
         let id = value.as_u64().and_then(|id| u32::try_from(id).ok()).and_then(NetworkId::new);
@@ -358,7 +397,7 @@ fn add_route(mut words: Words<'_>) -> Result<AddRoute, LanguageError> {
             _ => return Err(words.wrong(format!("a route has no key {}", quote(&key)))),
         };
     }
-    Ok(AddRoute { src, dst, to, from, network })
+    Ok(network)
 }
 
 fn edge(id: &str) -> PortName {
@@ -542,6 +581,10 @@ impl fmt::Display for Command {
             Command::DeleteLink(index) => write!(f, "LINK DEL {index}"),
             Command::AddRoute(route) => write!(f, "ROUTE ADD {route}"),
             Command::DeleteRoute(index) => write!(f, "ROUTE DEL {index}"),
+            Command::MoveRoutes { dst, to, network } => {
+                write!(f, "ROUTE MOVE {dst} {to}")?;
+                network.map_or(Ok(()), |network| write!(f, " network={network}"))
+            }
             Command::AddInterface { name, kind, keys } => write!(f, "INTERFACE ADD {name} {kind}{keys}"),
             Command::DeleteInterface(index) => write!(f, "INTERFACE DEL {index}"),
         }

@@ -43,6 +43,11 @@ fn the_published_language_is_parsed() {
         ),
         ("route add any any edge 10.0.0.2 edge", "ROUTE ADD any any edge 10.0.0.2 edge"),
         ("ROUTE DELETE 3", "ROUTE DEL 3"),
+        ("route move 52:54:00:00:00:01 link h2", "ROUTE MOVE 52:54:00:00:00:01 edge h2"),
+        (
+            "route move 52:54:00:00:00:01 device vm1 network=7",
+            "ROUTE MOVE 52:54:00:00:00:01 interface vm1 network=7",
+        ),
         ("ROUTES? 100", "ROUTES? 100"),
         ("INTERFACES?", "INTERFACES?"),
         ("DEVICES?", "INTERFACES?"),
@@ -192,13 +197,14 @@ impl Random {
 }
 
 /// Valid lines to mutate.
-const LINES: [&str; 8] = [
+const LINES: [&str; 9] = [
     "LINK ADD 10.0.0.2 9000 udp",
     "LINK ADD 10.0.0.2 9000 name=a networks=1",
     "LINK DEL 1",
     "ROUTE ADD any 52:54:00:00:00:01 edge 10.0.0.2 any",
     "ROUTE ADD not-52:54:00:00:00:01 none interface 52:54:00:00:00:01 edge 10.0.0.2:9000 network=1",
     "ROUTE DEL 1",
+    "ROUTE MOVE 52:54:00:00:00:01 edge 10.0.0.2 network=1",
     "INTERFACE DEL 1",
     "ROUTES? 1",
 ];

@@ -52,6 +52,13 @@ pub const COMMANDS: &[Usage] = &[
     ),
     usage("ROUTE DEL", "ROUTE DEL INDEX", "ROUTE DELETE, ROUTE REMOVE", "Removes a route"),
     usage(
+        "ROUTE MOVE",
+        "ROUTE MOVE MAC edge|interface ID [network=N]",
+        "",
+        "All routes to MAC lead to that link or interface, from one frame to the next: for a machine that has moved. They get \
+         new indices",
+    ),
+    usage(
         "ROUTES?",
         "ROUTES? [FIRST]",
         "ROUTES, ROUTE LIST",

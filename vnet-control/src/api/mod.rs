@@ -342,6 +342,20 @@ pub struct Route {
     pub settings: RouteSettings,
 }
 
+/// The body of `PATCH /v1/routes`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct RouteMove {
+    /// The address that has moved.
+    pub dst: Mac,
+    /// Where its frames go now: `interface NAME` or `link NAME`.
+    pub to: String,
+    /// The network.
+    #[serde(default)]
+    pub network: NetworkId,
+}
+
 /// One of `GET /v1/networks`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
