@@ -3,6 +3,7 @@
 QEMU runs in the root namespace: it needs only vnetd's socket.
 """
 
+import os
 from pathlib import Path
 
 from vnetlab import channel, process
@@ -14,7 +15,8 @@ from vnetlab.topology import Node, Topology
 BOOT_S = 60
 SHELL_PORT = 2000
 """A virtual machine's port with a shell, after `open_shell`."""
-QEMU = "qemu-system-x86_64"
+QEMU = os.environ.get("VNET_LAB_QEMU", "qemu-system-x86_64")
+"""Another QEMU by VNET_LAB_QEMU: its path."""
 KERNEL_OPTIONS = "console=ttyS0 quiet panic=-1 mitigations=off tsc=reliable no_timer_check cryptomgr.notests"
 """These options do not affect the network, and shorten the boot on an emulated processor by a third."""
 
