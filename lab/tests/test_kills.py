@@ -1,0 +1,150 @@
+"""vnetd killed by SIGKILL under pings and TCP, with virtual machines and containers of both kinds.
+
+VNET_TEST_KILLS=100 runs the long test, and asserts for how long a machine may be silent.
+
+    h1v1, h1c1 (tap), h1c2 (veth) ── h1 ── underlay ── h2 ── h2v1, h2c1 (tap), h2c2 (veth)
+
+After each kill the test starts vnetd again at once, as a service manager does, and measures the *gap* of each path: its
+longest silence, from one answer to a ping until the next. Nothing is subtracted: it contains the end of the killed
+process, vnetd's start, QEMU's wait until it connects again, and the interval of the pings. Until the test gives a device
+of kind tap its address again, its container is silent, too.
+"""
+
+import json
+import os
+import signal
+import statistics
+import time
+from dataclasses import dataclass
+
+import pytest
+from checks import assert_balanced, wait_for_path
+from conftest import MakeLab
+from traffic import Pings, Stream, under_traffic
+
+from vnetlab import lab, machine, process
+from vnetlab.run import wait_until
+from vnetlab.topology import Kind, Node, Topology
+
+KILLS = int(os.environ.get("VNET_TEST_KILLS", "2"))
+RECONNECT_S = 1
+"""After this time QEMU connects again (`reconnect` in vnetlab/guest.py)."""
+GAP_S = RECONNECT_S + 0.2
+INTERVAL_S = 0.01
+PATHS = [("h1v1", "h2v1"), ("h1c1", "h2c1"), ("h1c2", "h2c2"), ("h1c2", "h2v1")]
+STREAMS = [("h1v1", "h2v1", 32 << 10), ("h1c1", "h2c1", 128 << 10), ("h1c2", "h2c2", 128 << 10)]
+"""Source, destination and bytes every 50 ms: what guests on an emulated processor can take."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """When a vnetd was killed and started again, on this machine's clock."""
+
+    host: str
+    killed: float
+    started: float
+    """When the killed process had ended, and the next one was started."""
+    ready: float
+    """When that one answered, and the containers had their addresses."""
+
+
+@pytest.fixture(scope="module")
+def topology(make_lab: MakeLab) -> Topology:
+    return make_lab(containers=2, container="both")
+
+
+def kill(topology: Topology, host: Node) -> Kill:
+    """Kills a host's vnetd and starts it again."""
+    pid = process.find(host.file(".pid"))
+    assert pid, f"vnetd on {host.name} runs"
+    veths = [node for node in containers(topology) if topology.container_kind(node) == "veth"]
+    before = {node.name: network(node) for node in veths}
+    killed = time.time()
+    os.kill(pid, signal.SIGKILL)
+    wait_until("vnetd to end", lambda: process.find(host.file(".pid")) is None, 60, poll_s=0.001)
+    started = time.time()
+    lab.start_daemon(topology, host)
+    ready = time.time()
+    assert {node.name: network(node) for node in veths} == before
+    return Kill(host.name, killed, started, ready)
+
+
+def containers(topology: Topology) -> list[Node]:
+    return topology.machines(Kind.CONTAINER)
+
+
+def network(node: Node) -> tuple:
+    """What a machine's device is: its index, MAC address and MTU, its IP addresses, and all routes.
+
+    A device of kind tap goes with its vnetd; the next one's has another index.
+    """
+    if node.kind is Kind.VM:
+        words = "cat /sys/class/net/eth0/address /sys/class/net/eth0/mtu; ip address show eth0 | grep inet; ip route"
+        return tuple(machine.execute(node, words).splitlines())
+    inside = ["ip", "-json"]
+    (device,) = json.loads(machine.execute(node, *inside, "address", "show", "eth0"))
+    routes = [
+        *json.loads(machine.execute(node, *inside, "route")),
+        *json.loads(machine.execute(node, *inside, "-6", "route")),
+    ]
+    addresses = [(entry["local"], entry["prefixlen"], entry["scope"]) for entry in device["addr_info"]]
+    return device["ifindex"], device["address"], device["mtu"], addresses, routes
+
+
+def test_connections_survive_kills(topology: Topology):
+    """Kills in turn on both hosts: each path answers again, no ping twice, TCP goes on and its bytes arrive intact."""
+    pings = [Pings(topology.find(a), topology.find(b), INTERVAL_S) for a, b in PATHS]
+    streams = [Stream(topology.find(a), topology.find(b), chunk) for a, b, chunk in STREAMS]
+    for ping in pings:
+        wait_for_path(ping.source, ping.destination.address, 60)
+    vms = topology.machines(Kind.VM)
+    boots = [machine.execute(vm, "cat /proc/sys/kernel/random/boot_id") for vm in vms]
+    before = [without_index(topology, node) for node in topology.machines()]
+    kills = []
+    with under_traffic(pings, streams):
+        for number in range(KILLS):
+            kills.append(kill(topology, topology.hosts[number % 2]))
+            for ping in pings:
+                ping.wait_for_answer()
+            for stream in streams:
+                stream.wait_for_progress()
+    assert [machine.execute(vm, "cat /proc/sys/kernel/random/boot_id") for vm in vms] == boots
+    assert [without_index(topology, node) for node in topology.machines()] == before
+    gaps = report(kills, pings)
+    if "VNET_TEST_KILLS" in os.environ:
+        # A run at length, on a quiet machine.
+        assert max(max(each) for each in gaps.values()) <= GAP_S
+    assert_balanced(topology)
+
+
+def without_index(topology: Topology, node: Node) -> tuple:
+    """What a machine's device is, without what changes when vnetd creates a device of kind tap again."""
+    found = network(node)
+    return found[1:] if node.kind is Kind.CONTAINER and topology.container_kind(node) == "tap" else found
+
+
+def report(kills: list[Kill], pings: list[Pings]) -> dict[str, list[float]]:
+    """Prints what was measured; returns each path's gaps, kill by kill."""
+    ends = [*(kill.killed for kill in kills[1:]), kills[-1].ready + 10]
+    gaps = {
+        ping.name: [ping.silence_s(kill.killed, end) for kill, end in zip(kills, ends, strict=True)] for ping in pings
+    }
+    end = [kill.started - kill.killed for kill in kills]
+    start = [kill.ready - kill.started for kill in kills]
+    print(f"{len(kills)} kills in {kills[-1].ready - kills[0].killed:.0f} s")
+    print(f"until vnetd had ended {spread(end)}; until the next one was ready {spread(start)}")
+    for ping in pings:
+        print(
+            f"{ping.name}: gap {spread(gaps[ping.name])}; {ping.lost()} of {ping.sent} pings lost, none answered twice"
+        )
+    for kill, *each in zip(kills, *gaps.values(), strict=True):
+        if max(each) > GAP_S:
+            at = time.strftime("%H:%M:%S", time.gmtime(kill.killed)) + f"{kill.killed % 1:.3f}"[1:]
+            print(f"{kill.host} killed at {at}: gaps {[round(gap * 1000) for gap in each]} ms, {kill}")
+    return gaps
+
+
+def spread(seconds: list[float]) -> str:
+    """Smallest, median and largest of some times."""
+    low, middle, high = (1000 * value for value in (min(seconds), statistics.median(seconds), max(seconds)))
+    return f"{low:.0f} to {high:.0f} ms, median {middle:.0f} ms"
