@@ -8,7 +8,9 @@ import base64
 import contextlib
 import gzip
 import itertools
+import math
 import re
+import statistics
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -150,10 +152,17 @@ class Pings:
         assert self.sent < 1 << 16, f"{self.name}: numbers of pings begin again"
 
 
-def longest_silence(times: Iterable[float], begin: float, end: float) -> float:
+def longest_silence(times: Iterable[float], begin: float = -math.inf, end: float = math.inf) -> float:
     """The longest of the intervals between times that overlaps the time from `begin` to `end`."""
     pairs = itertools.pairwise(times)
     return max((after - before for before, after in pairs if before < end and after > begin), default=0.0)
+
+
+def silences(paths: list[list[float]], spans: list[tuple[float, float]]) -> str:
+    """The longest silence of any path in each span of time: median, the longest, and how many are above 50 ms."""
+    found = [max(longest_silence(times, *span) for times in paths) for span in spans]
+    above = sum(each > 0.05 for each in found)
+    return f"median {statistics.median(found) * 1000:.0f} ms, longest {max(found) * 1000:.0f} ms, {above} above 50 ms"
 
 
 @dataclass
