@@ -8,6 +8,11 @@ After each kill the test starts vnetd again at once, as a service manager does, 
 longest silence, from one answer to a ping until the next. Nothing is subtracted: it contains the end of the killed
 process, vnetd's start, QEMU's wait until it connects again, and the interval of the pings. A container of kind tap is
 silent until the test has given the new device its address again.
+
+QEMU takes the guest's link down until it has connected again, and a Linux guest forgets its neighbours then. An ARP
+request that it makes before it notices that the link is up again is lost inside the guest, and the next one follows
+after `retrans_time_ms`, by default 1 s. That is the guest's own wait, so guests wait for 100 ms here;
+VNET_TEST_KILLS_ARP_MS=1000 measures them as they come.
 """
 
 import json
@@ -30,6 +35,8 @@ KILLS = int(os.environ.get("VNET_TEST_KILLS", "2"))
 RECONNECT_S = 1
 """After this time QEMU connects again (`reconnect` in vnetlab/guest.py)."""
 GAP_S = RECONNECT_S + 0.2
+ARP_MS = int(os.environ.get("VNET_TEST_KILLS_ARP_MS", "100"))
+"""After this time a guest repeats an ARP request."""
 INTERVAL_S = 0.01
 PATHS = [("h1v1", "h2v1"), ("h1c1", "h2c1"), ("h1c2", "h2c2"), ("h1c2", "h2v1")]
 STREAMS = [("h1v1", "h2v1", 32 << 10), ("h1c1", "h2c1", 128 << 10), ("h1c2", "h2c2", 128 << 10)]
@@ -103,6 +110,8 @@ def test_connections_survive_kills(topology: Topology):
     for ping in pings:
         wait_for_path(ping.source, ping.destination.address, 60)
     vms = topology.machines(Kind.VM)
+    for vm in vms:
+        machine.execute(vm, f"echo {ARP_MS} >/proc/sys/net/ipv4/neigh/eth0/retrans_time_ms")
     boots = [machine.execute(vm, "cat /proc/sys/kernel/random/boot_id") for vm in vms]
     before = [without_index(topology, node) for node in topology.machines()]
     kills, ends, drops = [], [], []

@@ -164,7 +164,7 @@ def pinging(interval_s: float = 0.005) -> Iterator[list[list[float]]]:
             texts[index] = ping.communicate(timeout=60)[0]
     for text in texts:
         assert_none_lost(text, on_the_way=round(END_S / interval_s))
-        times.append([float(at) for at in re.findall(r"^\[([\d.]+)\]", text, re.MULTILINE)])
+        times.append([float(at) for at in re.findall(r"^\[([\d.]+)\] \d+ bytes from", text, re.MULTILINE)])
 
 
 @contextlib.contextmanager

@@ -23,7 +23,8 @@ PORT = 7008
 PATIENCE_S = 120
 END_S = 0.5
 """Answers to the last pings may still be on their way when `ping` ends."""
-ANSWER = re.compile(r"^\[(\d+\.\d+)\].*icmp_seq=(\d+)", re.MULTILINE)
+ANSWER = re.compile(r"^\[(\d+\.\d+)\] \d+ bytes from .*icmp_seq=(\d+)", re.MULTILINE)
+"""Not an error such as "Destination Host Unreachable", which has a number, too."""
 TRANSMITTED = re.compile(r"(\d+) packets transmitted")
 
 # busybox's setsid would prefer busybox's own ping.
