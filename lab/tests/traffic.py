@@ -154,14 +154,15 @@ class Pings:
 
 
 def longest_silence(times: Iterable[float], begin: float = -math.inf, end: float = math.inf) -> float:
-    """The longest of the intervals between times that overlaps the time from `begin` to `end`."""
+    """The longest of the intervals between times that overlaps the time from `begin` to `end`; endless without one."""
     pairs = itertools.pairwise(times)
-    return max((after - before for before, after in pairs if before < end and after > begin), default=0.0)
+    return max((after - before for before, after in pairs if before < end and after > begin), default=math.inf)
 
 
 def silences(paths: list[list[float]], spans: list[tuple[float, float]]) -> str:
     """The longest silence of any path in each span of time: median, the longest, and how many are above 50 ms."""
     found = [max(longest_silence(times, *span) for times in paths) for span in spans]
+    assert math.isfinite(max(found)), "a span without pings shows nothing"
     above = sum(each > 0.05 for each in found)
     return f"median {statistics.median(found) * 1000:.0f} ms, longest {max(found) * 1000:.0f} ms, {above} above 50 ms"
 
