@@ -22,6 +22,7 @@ LONG = [
     "restart",
     "take_over",
     "take_over_guests",
+    "kills",
     "faults",
     "mtu",
     "bad_input",

@@ -132,7 +132,7 @@ def assert_none_lost(text: str, on_the_way: int = 1) -> None:
     If it printed each answer, only pings after the last one that was answered may be missing.
     """
     sent, received = (int(re.search(rf"(\d+) {word}", text)[1]) for word in ("packets transmitted", "received"))
-    answered = {int(number) for number in re.findall(r"icmp_seq=(\d+)", text)}
+    answered = {int(number) for number in re.findall(r"bytes from .*icmp_seq=(\d+)", text)}
     missing = sorted(set(range(1, max(answered, default=0))) - answered)
     summary = text[text.rfind("---", 0, text.rfind("---")) :]
     assert not missing, f"no answer: {missing}\n{summary}"

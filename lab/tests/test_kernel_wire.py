@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -414,17 +415,21 @@ def test_established_flows_outlive_a_hosts_vnetd(hosts: list[Host]):
     """Each vnetd is killed and started again under pings every 5 ms: the other host stays on the wire."""
     assert ping(20) == 20
     words = ["ip", "netns", "exec", CONTAINERS[0], "ping", "-n", "-i", "0.005", "-W", "5", ADDRESSES[1]]
-    pings = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-    try:
-        # Longer than the silence after which a living vnetd would have lost the wire; then for a moment.
-        for host, seconds in ((hosts[1], 5), (hosts[0], 0.2)):
-            host.end(signal.SIGKILL)
-            time.sleep(seconds)
-            host.start()
-            wait_until("the wire", lambda: 0 <= ping_by_vnetd(hosts[0]) < 20, 60)
-    finally:
-        pings.send_signal(signal.SIGINT)
-        text = pings.communicate(timeout=60)[0]
+    # ping would stand still once a pipe that nobody reads is full: after 6 s.
+    with tempfile.TemporaryFile("w+") as file:
+        pings = subprocess.Popen(words, stdout=file)
+        try:
+            # Longer than the silence after which a living vnetd would have lost the wire; then for a moment.
+            for host, seconds in ((hosts[1], 5), (hosts[0], 0.2)):
+                host.end(signal.SIGKILL)
+                time.sleep(seconds)
+                host.start()
+                wait_until("the wire", lambda: 0 <= ping_by_vnetd(hosts[0]) < 20, 60)
+        finally:
+            pings.send_signal(signal.SIGINT)
+            pings.wait(60)
+        file.seek(0)
+        text = file.read()
     assert_none_lost(text)
     for host in hosts:
         host.balance()

@@ -27,7 +27,7 @@ SETTLED_S = 30
 """Longest time after the migration until every host has heard of it from the store."""
 BEYOND_S = 0.2
 """Longest silence beyond the time for which QEMU stops the machine. The best round counts: this host may be busy."""
-ANSWER = re.compile(r"\[(\d+\.\d+)\].* icmp_seq=(\d+)")
+ANSWER = re.compile(r"\[(\d+\.\d+)\] \d+ bytes from .* icmp_seq=(\d+)")
 CUT_GAP_S = 1
 """Longest silence of a machine whose migration fails because the destination is cut off: it never stands still."""
 LOG = "vhost-log"

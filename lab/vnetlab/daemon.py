@@ -61,12 +61,14 @@ def configuration(topology: Topology, host: Node, interface: str = "") -> str:
         lines = [f'name = "{machine.name}"', f'mac = "{machine.mac}"', f"mtu = {topology.mtu(machine)}"]
         if topology.settings.store:
             lines.append(f'addresses = ["{machine.address}"]')
+        kind = "vhost-user" if machine.kind is Kind.VM else topology.container_kind(machine)
+        lines.append(f'kind = "{kind}"')
         if machine.kind is Kind.VM:
-            lines += ['kind = "vhost-user"', f'socket = "{machine.file(".vhost")}"']
+            lines.append(f'socket = "{machine.file(".vhost")}"')
         else:
-            lines += [f'kind = "{settings.container}"', 'device = "eth0"', f'netns = "{machine.namespace}"']
+            lines += ['device = "eth0"', f'netns = "{machine.namespace}"']
         # A veth has one.
-        queues = 1 if machine.kind is Kind.CONTAINER and settings.container == "veth" else settings.queues
+        queues = 1 if kind == "veth" else settings.queues
         lines.append(f"queues = {queues}")
         parts.append("\n".join(["[[interface]]", *lines, interface]))
     if settings.store:

@@ -57,7 +57,10 @@ class Settings:
     queues: int = 1
     """Queue pairs of each container and virtual machine, and vCPUs of the latter."""
     container: str = "tap"
-    """Kind of the containers' interfaces: tap, which tests use because every frame passes a dispatcher, or veth."""
+    """Kind of the containers' interfaces: tap, which tests use because every frame passes a dispatcher, or veth.
+
+    "both": tap for each host's first container, veth for the others.
+    """
     mpi: bool = False
     """Whether virtual machines have Open MPI, and a shell by which its daemons start."""
     rdma: bool = False
@@ -169,6 +172,12 @@ class Topology:
             if node.name == name:
                 return node
         raise LabError(f"lab {self.settings.name} has no '{name}'; it has {' '.join(node.name for node in nodes)}")
+
+    def container_kind(self, node: Node) -> str:
+        """Kind of a container's interface: tap or veth."""
+        if self.settings.container == "both":
+            return "tap" if node.number == 1 else "veth"
+        return self.settings.container
 
     def mtu(self, node: Node) -> int:
         """MTU of a container or virtual machine, within a TAP device's limit."""
