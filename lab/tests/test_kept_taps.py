@@ -1,5 +1,7 @@
-"""TAP devices outlive vnetd: they keep addresses, routes and neighbours, the next vnetd adopts them, and only a change of the configuration
-removes them."""
+"""TAP devices outlive vnetd, with addresses, routes and permanent neighbours.
+
+The next vnetd adopts them; only a change of the configuration removes them.
+"""
 
 import json
 import os
@@ -180,7 +182,7 @@ def test_a_device_waits_for_the_next_vnetd(tmp_path: Path, number: signal.Signal
 
 
 def test_offloads_are_set_again(tmp_path: Path):
-    """Super-frames of TCP and partial checksums: a stream of one segment after the other would not reach a mate with a small MTU."""
+    """Super-frames of TCP, partial checksums, the virtio-net header, and the length of the queue."""
     text = tap("box", BOX) + tap("mate", MATE)
     features = []
     for _ in range(2):
@@ -224,7 +226,7 @@ def test_commands_and_reloads_remove_a_device(tmp_path: Path):
         kept, state = index(BOX), settled(BOX)
         # Another setting of the same interface keeps its device.
         file = tmp_path / "vnet.toml"
-        file.write_text(file.read_text().replace(tap("mate", MATE), "")+ "mtu = 1300\n")
+        file.write_text(file.read_text().replace(tap("mate", MATE), "") + "mtu = 1300\n")
         os.kill(remote.pid, signal.SIGHUP)
         wait_until("the device to go", lambda: link(MATE) is None, BACK_S)
         wait_until("the MTU", lambda: (link(BOX) or {}).get("mtu") == 1300, BACK_S)
