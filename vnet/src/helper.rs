@@ -512,5 +512,4 @@ fn unmount_bpffs(folder: &Path) -> io::Result<()> {
 }
 
 #[cfg(test)]
-#[path = "helper_tests.rs"]
 mod tests;

@@ -159,18 +159,20 @@ pub fn remove_left(
     configured: (&str, Option<&Netns>),
 ) -> io::Result<bool> {
     let (device, netns) = configured;
-    match (place, netns) {
-        (Some(Place { namespace, name }), _) => match helper::namespace_with(*namespace) {
+    let name = place.map_or(device, |place| &place.name);
+    if let Some(Place { namespace, .. }) = place.filter(|place| home(netns) != Some(place.namespace)) {
+        return match helper::namespace_with(*namespace) {
             Ok(namespace) => helper::within(namespace, || remove_own(name, mark))?,
             // It went with its namespace.
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
             Err(error) => Err(error),
-        },
-        (None, Some(netns)) => match netns.run(|| remove_own(device, mark)) {
-            Ok((_, done)) => done,
-            Err(_) => Ok(false),
-        },
-        (None, None) => remove_own(device, mark),
+        };
+    }
+    match netns.map(|netns| netns.run(|| remove_own(name, mark))) {
+        None => remove_own(name, mark),
+        Some(Ok((_, done))) => done,
+        // It went with its namespace.
+        Some(Err(_)) => Ok(false),
     }
 }
 
