@@ -105,7 +105,7 @@ def readdressed(host: Node) -> Iterator[str]:
 
 
 def kill(host: Node) -> None:
-    """Kills a vnetd; its TAP devices go with it."""
+    """Kills a vnetd; its TAP devices stay for the next one."""
     pid = process.find(host.file(".pid"))
     assert pid, f"vnetd on {host.name} runs"
     os.kill(pid, signal.SIGKILL)

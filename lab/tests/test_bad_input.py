@@ -171,6 +171,7 @@ def running(tmp_path: Path) -> Iterator[Path]:
             assert first.poll() is None, log.read_text()
             first.send_signal(signal.SIGTERM)
             first.wait(5)
+    underlay.run(["ip", "netns", "exec", NAMESPACE, str(vnetd()), "--remove-taps", "--config", str(file)])
     assert_nothing_there(tmp_path)
 
 

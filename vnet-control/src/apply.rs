@@ -49,6 +49,7 @@ impl Engine {
         // A start that fails leaves the devices of a vnetd that has died as they are: find mistakes first.
         engine.plan(&desired)?;
         engine.core.take_over();
+        engine.kept.lock().sweep(&desired.interfaces);
         let plan = engine.on_behalf(Asker::Part("the configuration file"), |engine| {
             engine.change(desired, Patience::All)
         })?;
@@ -145,12 +146,14 @@ impl Engine {
         self.keep_sealed_links();
         for live in gone {
             live.interface.stop();
+            live.interface.let_go();
             self.retire(&live.stats);
         }
         for live in gone_links {
             live.link.stop();
             self.retire(&live.stats);
         }
+        self.list_taps();
         self.open_drivers();
         self.witness.report(&plan);
         self.log_states();
@@ -283,7 +286,7 @@ impl Engine {
         if late.is_empty() {
             return Ok(opened);
         }
-        let stopped = self.stop_early(&blockers);
+        let stopped = self.stop_early(&blockers, &late);
         if let Err(error) = self.open(&late, patience, &mut opened) {
             drop(opened);
             return Err(self.reopen(&blockers, stopped, error));
@@ -303,11 +306,14 @@ impl Engine {
         let names = items.iter().map(|item| Target::Interface(item.spec.name.clone()));
         let ports = self.ports_for(names, &taken);
         let specs = items.iter().map(|item| &item.spec);
-        let orders: Vec<_> =
-            specs.zip(ports).map(|(spec, port)| Order { spec, port, before: Before::default() }).collect();
+        let mut kept = self.kept.lock();
+        kept.expect(specs.clone());
+        let order = |(spec, port)| Order { spec, port, before: Before::default(), keep: kept.keep(spec) };
+        let orders: Vec<_> = specs.zip(ports).map(order).collect();
+        drop(kept);
         let mut failed = None;
         for (index, result) in open_all(&orders, &self.core).into_iter().enumerate() {
-            let Order { spec, port, before } = &orders[index];
+            let Order { spec, port, before, .. } = &orders[index];
             let live = result.or_else(|why| match patience.bears(&why) {
                 Some(reason) => Ok(LiveInterface::absent(spec, *port, before.clone(), reason)),
                 None => {
@@ -323,15 +329,27 @@ impl Engine {
         failed.map_or(Ok(()), Err)
     }
 
-    /// Stops interfaces whose socket or device a new one needs; returns their counters.
-    fn stop_early(&mut self, blockers: &[&Item<InterfaceSpec>]) -> Vec<Arc<PortStats>> {
-        let gone: Vec<_> =
-            blockers.iter().filter_map(|item| self.interfaces.remove(&item.spec.name)).collect();
+    /// Stops interfaces whose socket or device one of `late` needs; returns their counters. A TAP stays for another interface that has one.
+    fn stop_early(
+        &mut self,
+        blockers: &[&Item<InterfaceSpec>],
+        late: &[&Item<InterfaceSpec>],
+    ) -> Vec<Arc<PortStats>> {
+        let stays = |spec: &InterfaceSpec| {
+            let mut next = late.iter().map(|item| &item.spec.attachment);
+            next.any(|next| next.may_have_tap() && next.resource() == spec.attachment.resource())
+        };
+        let remove =
+            |item: &&Item<InterfaceSpec>| Some((stays(&item.spec), self.interfaces.remove(&item.spec.name)?));
+        let gone: Vec<_> = blockers.iter().filter_map(remove).collect();
         self.core.publish(self.setup(&self.current));
         // The interfaces are dropped here, too: a TAP is free only once its file is closed.
         gone.into_iter()
-            .map(|live| {
+            .map(|(stays, live)| {
                 live.interface.stop();
+                if !stays {
+                    live.interface.let_go();
+                }
                 live.stats
             })
             .collect()

@@ -15,6 +15,7 @@ use super::desired::*;
 use super::direct::{Around, DirectPorts};
 use super::events::{Asker, Sink, Witness};
 use super::indices::Indices;
+use super::kept::KeptTaps;
 use super::observers::Captures;
 use super::open_close::{LiveInterface, LiveLink, close_all};
 use super::overlay::Computed;
@@ -176,6 +177,8 @@ pub struct Engine {
     /// Direct ports. Locked: setups make them, from the engine as it is.
     pub(super) direct: Mutex<DirectPorts>,
     pub(super) inbox: Arc<Inbox>,
+    /// TAP devices that outlive this process. Locked: interfaces are opened by the engine as it is.
+    pub(super) kept: Mutex<KeptTaps>,
     /// Keeper of sealed links; present if this host has an identity.
     pub(super) keeper: Option<Keeper>,
     /// The hosts that meet at this one, if it lets hosts meet.
@@ -225,6 +228,7 @@ impl Engine {
         } = desired.dispatch.spec.clone();
         let BridgeSpec { listen, ports, vxlan_listen, stream_listen, zero_copy, .. } = desired.bridge.spec;
         let pins = PinOptions { bpffs, host: desired.host.spec.name.clone() };
+        let kept = KeptTaps::load(&desired.control.spec.socket, inheritance.clone());
         let outlive = Outlive { time: Duration::from_secs(outlive_s.into()), pins: Some(pins) };
         let core = Core::start(&CoreOptions {
             threads,
@@ -262,6 +266,7 @@ impl Engine {
             captures: Captures::default(),
             timeline: None,
             direct: Mutex::default(),
+            kept: Mutex::new(kept),
             inbox: Arc::new(Inbox::new().map_err(CoreError::from)?),
             keeper,
             relay: relay.flatten(),
@@ -300,12 +305,13 @@ impl Engine {
         self.keeper.as_ref().map(|keeper| keeper.identity().clone())
     }
 
-    /// Stops everything: guests see link down, sockets and devices are removed.
+    /// Stops everything: guests see link down, sockets and containers' pairs are removed. TAP devices stay for the next vnetd.
     pub fn stop(self) {
         self.core.bridge_stats().last_stranger.silence();
         self.direct.lock().withdraw(self.around());
         self.core.publish(Parts::default());
         self.links.values().for_each(|live| live.link.stop());
+        self.remove_containers_taps();
         close_all(self.interfaces.into_values().collect());
     }
 

@@ -10,6 +10,7 @@ use vnet::dispatch::in_place::UnderlayPort;
 use vnet::frame::Origin;
 use vnet::inherit::{self, Inheritance};
 use vnet::interface::Interface;
+use vnet::interface::kept::Keep;
 use vnet::interface::local::{Local, LocalOptions};
 use vnet::interface::pair::VethOptions;
 use vnet::interface::tap::{Tap, TapOptions};
@@ -23,7 +24,7 @@ type Taken = (Result<Attached, String>, Arc<dyn Interface>);
 
 /// Takes an interface; `None` if no descriptor of it was handed over.
 pub(super) fn take(
-    spec: &InterfaceSpec,
+    (spec, keep): (&InterfaceSpec, &Keep),
     (origin, stats): (Origin, &Arc<PortStats>),
     core: &Core,
     inheritance: &Arc<Inheritance>,
@@ -39,7 +40,7 @@ pub(super) fn take(
                 Attachment::Veth { .. } => "it had none in the vnetd before".into(),
                 _ => without_kernel(spec),
             };
-            Ok(Some((Err(why), tap(spec, queues, (origin, stats))?)))
+            Ok(Some((Err(why), tap((spec, keep), queues, (origin, stats))?)))
         }
         Attachment::Local { .. } if inheritance.has(&name("packet")) => {
             local(spec, (origin, stats), core, inheritance).map(Some)
@@ -92,7 +93,7 @@ fn guest(
 }
 
 fn tap(
-    spec: &InterfaceSpec,
+    (spec, keep): (&InterfaceSpec, &Keep),
     queues: Vec<OwnedFd>,
     (origin, stats): (Origin, &Arc<PortStats>),
 ) -> Result<Arc<Tap>, String> {
@@ -107,6 +108,7 @@ fn tap(
         mtu: spec.mtu as usize,
         queues: spec.queues as usize,
         silent: false,
+        keep: Some(keep.clone()),
     };
     Tap::inherit(&options, queues, origin, stats.clone()).map_err(|error| error.to_string())
 }

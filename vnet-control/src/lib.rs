@@ -26,6 +26,7 @@ pub mod events;
 pub mod follow;
 mod indices;
 mod inherited;
+pub mod kept;
 pub mod language;
 mod notes;
 mod observers;

@@ -14,6 +14,7 @@ use vnet::dispatch::in_place::UnderlayPort;
 use vnet::dispatch::mode::Drive;
 use vnet::frame::{self, PortId};
 use vnet::inherit::Inheritance;
+use vnet::interface::kept::{self, Keep};
 use vnet::interface::local::{Local, LocalError, LocalOptions};
 use vnet::interface::pair::VethOptions;
 use vnet::interface::sideband::{Sideband, WithSideband};
@@ -206,13 +207,13 @@ impl LiveLink {
     }
 }
 
-/// Interfaces that are open but not in the core yet; dropping this closes them.
+/// Interfaces that are open but not in the core yet; dropping this closes them, and removes devices that were made for them.
 #[derive(Default)]
 pub(super) struct Opened(pub Vec<(String, LiveInterface)>);
 
 impl Drop for Opened {
     fn drop(&mut self) {
-        self.0.iter().for_each(|(_, live)| live.interface.stop());
+        self.0.iter().for_each(|(_, live)| live.interface.undo());
     }
 }
 
@@ -235,6 +236,8 @@ pub(super) struct Order<'a> {
     pub spec: &'a InterfaceSpec,
     pub port: PortId,
     pub before: Before,
+    /// How a TAP outlives this process.
+    pub keep: Keep,
 }
 
 /// Opens interfaces in parallel. Results are in the order of `orders`.
@@ -264,7 +267,7 @@ pub(super) fn open_all(orders: &[Order<'_>], core: &Core) -> Vec<Result<LiveInte
 }
 
 fn open(order: &Order<'_>, core: &Core) -> Result<LiveInterface, NotOpen> {
-    let Order { spec, port, before } = order;
+    let Order { spec, port, before, .. } = order;
     let (port, stats) = (*port, before.stats.clone());
     let netns = spec.attachment.netns();
     let process = before.process.clone().or_else(|| netns.and_then(Netns::process));
@@ -272,7 +275,7 @@ fn open(order: &Order<'_>, core: &Core) -> Result<LiveInterface, NotOpen> {
     let origin = frame::Origin { port, network: spec.network };
     let handed = core.inheritance().filter(|inheritance| !inheritance.is_settled());
     let (direct, (kernel, interface)) = match handed {
-        Some(inheritance) => inherit(spec, (origin, &stats), core, inheritance)?,
+        Some(inheritance) => inherit(order, (origin, &stats), core, inheritance)?,
         None => open_anew(order, (origin, &stats), core)?,
     };
     let sideband = match &spec.attachment {
@@ -288,7 +291,7 @@ fn open(order: &Order<'_>, core: &Core) -> Result<LiveInterface, NotOpen> {
     }
     if let Err(exited) = check_process(netns, process.as_ref()) {
         // It may be in the namespace of another process, which has the number now.
-        interface.stop();
+        interface.undo();
         return Err(exited);
     }
     let drive = drive(spec, spec.queues as usize);
@@ -358,13 +361,13 @@ fn sideband(
 
 /// Takes an interface of a running vnetd, and its own underlay port if it has one. One that it has not opened is down until it has ended.
 fn inherit(
-    spec: &InterfaceSpec,
+    Order { spec, keep, .. }: &Order<'_>,
     origin: (frame::Origin, &Arc<PortStats>),
     core: &Core,
     inheritance: &Arc<Inheritance>,
 ) -> Result<(Option<Arc<UnderlayPort>>, Open), NotOpen> {
     let failed = |error| NotOpen { error, waits_for: None };
-    match inherited::take(spec, origin, core, inheritance) {
+    match inherited::take((spec, keep), origin, core, inheritance) {
         Ok(Some(taken)) => Ok((inherited::direct(spec, inheritance).map_err(failed)?, taken)),
         Ok(None) => {
             let error = "it was down in the vnetd before".to_owned();
@@ -395,7 +398,7 @@ fn open_tap(
     origin: frame::Origin,
     stats: &Arc<PortStats>,
 ) -> Result<Arc<dyn Interface>, NotOpen> {
-    let Order { spec, before, .. } = order;
+    let Order { spec, before, keep, .. } = order;
     let (Attachment::Tap { device, netns } | Attachment::Veth { device, netns }) = &spec.attachment else {
         unreachable!("only these kinds have a TAP");
     };
@@ -404,7 +407,8 @@ fn open_tap(
     if let (Attachment::Veth { .. }, Some(netns)) = (&spec.attachment, &netns) {
         veth::remove_old(&device, netns);
     }
-    let options = TapOptions { device, netns, mac, mac_before, mtu, queues, silent: false };
+    let options =
+        TapOptions { device, netns, mac, mac_before, mtu, queues, silent: false, keep: Some(keep.clone()) };
     Ok(Tap::open(&options, origin, stats.clone())?)
 }
 
@@ -460,7 +464,7 @@ fn open_veth(
     (origin, stats): (frame::Origin, &Arc<PortStats>),
     core: &Core,
 ) -> Result<Result<(Attached, Arc<Veth>), String>, NotOpen> {
-    let Order { spec, before, .. } = order;
+    let Order { spec, before, keep, .. } = order;
     let Attachment::Veth { device, netns } = &spec.attachment else { unreachable!("it is a veth") };
     if spec.kernel_path == KernelPath::Off {
         return Ok(Err("its kernel_path is off".into()));
@@ -472,6 +476,9 @@ fn open_veth(
     let Some(netns) = netns.clone().filter(|netns| !netns.is_own()) else {
         return Ok(Err("its device is in vnetd's own network namespace; name another by netns".into()));
     };
+    if let Err(error) = kept::remove_left(&keep.mark, keep.moved.as_ref(), (device, Some(&netns))) {
+        tracing::warn!(interface = spec.name, "cannot remove the TAP before it: {error}");
+    }
     let mac = spec.mac.or(before.mac);
     let options = VethOptions { device: device.clone(), netns, mac, mtu: spec.mtu as usize, pair: spec.pair };
     let veth = match Veth::open(&options, origin, stats.clone()) {

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use super::absence::{Absence, Again};
 use super::desired::*;
 use super::engine::Engine;
+use super::kept::Now;
 use super::open_close::{LiveInterface, Order, open_all};
 use vnet::interface::change_events::{Bell, Place};
 use vnet::interface::tap::{Netns, Process};
@@ -59,6 +60,7 @@ impl Engine {
         let due = |absence: &Absence| absence.next.is_some_and(|next| next <= now);
         self.open_those(|live| live.absent.as_ref().is_some_and(due));
         self.remember_macs();
+        self.list_taps();
         self.log_states();
         let looked_at = self.interfaces.values().any(|live| live.interface.device().is_some());
         let next = self.absences().filter_map(|absence| absence.next).min();
@@ -94,7 +96,10 @@ impl Engine {
         }
         if !gone.is_empty() {
             self.publish();
-            gone.iter().for_each(|live| live.interface.stop());
+            for live in &gone {
+                live.interface.stop();
+                live.interface.let_go();
+            }
             // The kernel takes a while to destroy a device. No step has to wait for it, because the next device is created in
             // another namespace.
             _ = std::thread::Builder::new().name("device-closer".into()).spawn(move || drop(gone));
@@ -106,10 +111,11 @@ impl Engine {
         let mut orders = vec![];
         for Item { spec, .. } in &self.current.interfaces {
             if let Some(live) = self.interfaces.get(&spec.name).filter(|live| chosen(live)) {
-                let before = live.before();
-                orders.push(Order { spec, port: live.port, before });
+                let (before, keep) = (live.before(), self.kept.lock().keep(spec));
+                orders.push(Order { spec, port: live.port, before, keep });
             }
         }
+        self.kept.lock().expect(orders.iter().map(|order| order.spec));
         let results = open_all(&orders, &self.core);
         let mut opened = false;
         for (order, result) in orders.iter().zip(results) {
@@ -138,6 +144,27 @@ impl Engine {
             self.publish();
             self.ring();
         }
+    }
+
+    /// Lists TAP devices and where they are, for the next vnetd. Removes those that no interface has any more.
+    pub(super) fn list_taps(&self) {
+        self.list_taps_of(|_| true);
+    }
+
+    /// Removes the TAPs of containers that have no kernel path, as their pairs are removed when vnetd is stopped.
+    pub(super) fn remove_containers_taps(&self) {
+        self.list_taps_of(|spec| matches!(spec.attachment, Attachment::Tap { .. }));
+    }
+
+    fn list_taps_of(&self, stays: impl Fn(&InterfaceSpec) -> bool) {
+        let now = |spec: &InterfaceSpec| match self.interfaces.get(&spec.name) {
+            Some(live) if live.absent.is_none() => {
+                live.interface.device().and_then(|device| device.place()).map_or(Now::None, Now::At)
+            }
+            _ => Now::Unknown,
+        };
+        let specs = self.current.interfaces.iter().map(|item| &item.spec).filter(|spec| stays(spec));
+        self.kept.lock().update(specs.map(|spec| (spec, now(spec))));
     }
 
     fn remember_macs(&mut self) {

@@ -3,7 +3,7 @@
 //! Entering a namespace takes CAP_SYS_ADMIN, and finding that of a process CAP_SYS_PTRACE. With these capabilities a process may do
 //! nearly everything. So vnetd, which reads what guests and other hosts send, drops them before it starts a thread (privilege
 //! separation), and asks the helper, which reads nothing but vnetd's requests ([`Request`]): it opens network namespaces, sockets and
-//! TAP queues in them, and mounts the BPF file system (bpffs) where programs are pinned.
+//! TAP queues in them, finds the namespace that a device was moved to, and mounts the BPF file system (bpffs) where programs are pinned.
 //!
 //! Code that works in another namespace runs inside [`within`], which sets the thread's *target namespace*. [`socket`], [`tun`] and
 //! [`disable_ipv6`] act there; without a target, in vnetd's own namespace. A process without a helper (tests, other programs) enters the
@@ -21,7 +21,7 @@ use std::mem::MaybeUninit;
 use std::net::{SocketAddr, UdpSocket};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -65,6 +65,8 @@ enum Request {
     Mount(PathBuf),
     /// Unmounts a bpffs.
     Unmount(PathBuf),
+    /// Finds the network namespace whose file has this device and inode.
+    NamespaceWith(u64, u64),
 }
 
 /// The arguments of socket(2), without flags.
@@ -151,6 +153,15 @@ pub fn namespace(path: &Path) -> io::Result<File> {
 pub fn new_namespace() -> io::Result<File> {
     with_descriptor(HELPER.get(), &Request::NewNamespace, None, || make_namespace().map(OwnedFd::from))
         .map(File::from)
+}
+
+/// Finds the network namespace whose file has this device and inode: this process's own, one with a name, or that of a process.
+///
+/// # Errors
+/// ENOENT: there is none.
+pub fn namespace_with((device, inode): (u64, u64)) -> io::Result<File> {
+    let find = || find_namespace((device, inode)).map(OwnedFd::from);
+    with_descriptor(HELPER.get(), &Request::NamespaceWith(device, inode), None, find).map(File::from)
 }
 
 /// Runs `open` with `namespace` as the thread's target namespace.
@@ -354,6 +365,9 @@ impl Request {
             Request::DisableIpv6(device) => (4, device.as_bytes().to_vec()),
             Request::Mount(folder) => (5, path(folder)),
             Request::Unmount(folder) => (6, path(folder)),
+            Request::NamespaceWith(device, inode) => {
+                (7, [device.to_ne_bytes(), inode.to_ne_bytes()].concat())
+            }
         };
         [vec![what], argument].concat()
     }
@@ -369,6 +383,13 @@ impl Request {
             (4, device) => Request::DisableIpv6(String::from_utf8(device.to_vec()).ok()?),
             (5, _) => Request::Mount(path()),
             (6, _) => Request::Unmount(path()),
+            (7, id) => {
+                let (device, inode) = id.split_first_chunk()?;
+                Request::NamespaceWith(
+                    u64::from_ne_bytes(*device),
+                    u64::from_ne_bytes(inode.try_into().ok()?),
+                )
+            }
             _ => return None,
         })
     }
@@ -385,6 +406,7 @@ impl Request {
             }
             Request::Mount(folder) => mount_bpffs(&folder).map(|()| None),
             Request::Unmount(folder) => unmount_bpffs(&folder).map(|()| None),
+            Request::NamespaceWith(device, inode) => Ok(Some(find_namespace((device, inode))?.into())),
         }
     }
 }
@@ -410,6 +432,25 @@ fn open_namespace(path: &Path) -> io::Result<File> {
     // SAFETY: this ioctl takes no argument.
     let is_network = || unsafe { libc::ioctl(file.as_raw_fd(), NS_GET_NSTYPE as _) } == libc::CLONE_NEWNET;
     if is_network() { Ok(file) } else { Err(io::Error::from_raw_os_error(libc::EINVAL)) }
+}
+
+fn find_namespace(id: (u64, u64)) -> io::Result<File> {
+    let paths = |folder: &str, inside: &'static str| {
+        let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+        entries.map(move |entry| if inside.is_empty() { entry.path() } else { entry.path().join(inside) })
+    };
+    let named = paths("/run/netns", "");
+    let of_processes = paths("/proc", "ns/net");
+    for path in [PathBuf::from("/proc/self/ns/net")].into_iter().chain(named).chain(of_processes) {
+        let has_id = |about: std::fs::Metadata| (about.dev(), about.ino()) == id;
+        if path.metadata().is_ok_and(has_id)
+            && let Ok(file) = open_namespace(&path)
+            && file.metadata().is_ok_and(has_id)
+        {
+            return Ok(file);
+        }
+    }
+    Err(io::Error::from_raw_os_error(libc::ENOENT))
 }
 
 fn make_namespace() -> io::Result<File> {
@@ -471,122 +512,4 @@ fn unmount_bpffs(folder: &Path) -> io::Result<()> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// A helper on a thread of this process, which needs to be root, and what asks it.
-    fn helper() -> Helper {
-        let (own, other) = pair().unwrap();
-        std::thread::spawn(move || serve(&other));
-        Helper { socket: Mutex::new(own), _process: None }
-    }
-
-    fn number(error: io::Error) -> Option<i32> {
-        error.raw_os_error()
-    }
-
-    /// Whether the socket's namespace has a device of this name.
-    fn has_device(socket: &OwnedFd, name: &str) -> bool {
-        name_to_index(socket, name).is_ok()
-    }
-
-    /// Makes a TAP of this name of which `tun` is the queue.
-    fn attach(tun: &File, name: &str) {
-        // SAFETY: `ifreq` is plain data, for which all zeros is a valid value.
-        let mut request = unsafe { std::mem::zeroed::<libc::ifreq>() };
-        for (to, from) in request.ifr_name.iter_mut().zip(name.bytes()) {
-            *to = from as libc::c_char;
-        }
-        request.ifr_ifru.ifru_flags = (libc::IFF_TAP | libc::IFF_NO_PI) as libc::c_short;
-        // SAFETY: TUNSETIFF reads and writes one `ifreq`: `request`, which lives across the call.
-        assert_eq!(unsafe { libc::ioctl(tun.as_raw_fd(), libc::TUNSETIFF as _, &raw mut request) }, 0);
-    }
-
-    #[test]
-    fn requests_arrive_as_they_were_sent() {
-        let path = || PathBuf::from(OsStr::from_bytes(b"/run/netns/\xff"));
-        let kinds = Kind::ALL.map(Request::Socket);
-        let others = [
-            Request::Namespace(path()),
-            Request::NewNamespace,
-            Request::Tun,
-            Request::DisableIpv6("eth0".into()),
-            Request::Mount(path()),
-            Request::Unmount(path()),
-        ];
-        for request in kinds.into_iter().chain(others) {
-            assert_eq!(Request::decode(&request.encode()), Some(request));
-        }
-        for wrong in [&b""[..], &[1, 0], &[2], &[2, 5], &[2, 0, 0], &[3, 3], &[4, 0xff], &[7], &[255, 1]] {
-            assert_eq!(Request::decode(wrong), None, "{wrong:?}");
-        }
-    }
-
-    #[test]
-    fn sockets_and_queues_belong_to_the_namespace_that_is_passed() {
-        let helper = helper();
-        let there = helper.ask(&Request::NewNamespace, None).unwrap().unwrap();
-        for kind in Kind::ALL {
-            let socket = helper.ask(&Request::Socket(kind), Some(there.as_fd())).unwrap().unwrap();
-            assert!(has_device(&socket, "lo"), "{kind:?}");
-        }
-        let here = Kind::LOCAL.open().unwrap();
-        let inside = helper.ask(&Request::Socket(Kind::LOCAL), Some(there.as_fd())).unwrap().unwrap();
-        let tun = File::from(helper.ask(&Request::Tun, Some(there.as_fd())).unwrap().unwrap());
-        let name = "vnethelper0";
-        attach(&tun, name);
-        assert!(has_device(&inside, name) && !has_device(&here, name));
-        helper.ask(&Request::DisableIpv6(name.into()), Some(there.as_fd())).unwrap();
-        let value = entered(&there.into(), || {
-            std::fs::read_to_string(format!("/proc/sys/net/ipv6/conf/{name}/disable_ipv6"))
-        });
-        assert!(value.unwrap().map_or(true, |value| value == "1\n"), "or the kernel has no IPv6");
-    }
-
-    #[test]
-    fn nothing_else_is_done() {
-        let helper = helper();
-        let there = helper.ask(&Request::NewNamespace, None).unwrap().unwrap();
-        let ask = |request: Request, namespace: Option<BorrowedFd<'_>>| {
-            number(helper.ask(&request, namespace).unwrap_err())
-        };
-        let file = tempfile::NamedTempFile::new().unwrap();
-        for path in [file.path(), Path::new("/proc/self/ns/pid"), Path::new("/etc/shadow")] {
-            assert_eq!(ask(Request::Namespace(path.into()), None), Some(libc::EINVAL), "{path:?}");
-        }
-        assert_eq!(ask(Request::Namespace("/run/netns/no-such".into()), None), Some(libc::ENOENT));
-        assert_eq!(ask(Request::Socket(Kind::UDP), None), Some(libc::EINVAL), "no namespace");
-        assert_eq!(ask(Request::Socket(Kind::UDP), Some(file.as_file().as_fd())), Some(libc::EINVAL));
-        for device in ["", "..", "../all", "a/b", "0123456789abcdef"] {
-            assert_eq!(
-                ask(Request::DisableIpv6(device.into()), Some(there.as_fd())),
-                Some(libc::EINVAL),
-                "{device}"
-            );
-        }
-        assert_eq!(ask(Request::Unmount("/proc".into()), None), Some(libc::EINVAL));
-        assert_eq!(ask(Request::Mount("/etc".into()), None), Some(libc::ENOTEMPTY));
-        let socket = helper.socket.lock();
-        send(&socket, b"\xff/bin/sh", None).unwrap();
-        let mut room = [0; 4];
-        receive(&socket, &mut room).unwrap();
-        assert_eq!(i32::from_ne_bytes(room), libc::EINVAL);
-        // One that is too long is refused before it is sent, and by the helper, which goes on.
-        send(&socket, &vec![0; REQUEST_MAX + 1], None).unwrap();
-        receive(&socket, &mut room).unwrap();
-        assert_eq!(i32::from_ne_bytes(room), libc::EMSGSIZE);
-        drop(socket);
-        let long = PathBuf::from("/".repeat(REQUEST_MAX));
-        assert_eq!(ask(Request::Namespace(long), None), Some(libc::ENAMETOOLONG));
-        assert!(helper.ask(&Request::NewNamespace, None).is_ok());
-    }
-
-    #[test]
-    fn a_helper_that_has_ended_is_told() {
-        let (own, other) = pair().unwrap();
-        drop(other);
-        let helper = Helper { socket: Mutex::new(own), _process: None };
-        let error = helper.ask(&Request::NewNamespace, None).unwrap_err();
-        assert!(error.to_string().contains("helper has ended"), "{error}");
-    }
-}
+mod tests;

@@ -22,6 +22,7 @@ use vnet_control::config::{self, Configuration};
 use vnet_control::desired::{CONTROL_SOCKET, Desired, Item};
 use vnet_control::engine::{Engine, EngineError};
 use vnet_control::events::Asker;
+use vnet_control::kept;
 use vnet_control::overlay::Computed;
 
 use crate::events::Hub;
@@ -59,6 +60,11 @@ struct Args {
     #[arg(long, requires = "take_over")]
     detach: bool,
 
+    /// Remove the TAP devices that a vnetd with this configuration's control socket has left, and exit: vnetd is not to run on
+    /// this host again
+    #[arg(long, conflicts_with_all = ["check", "take_over"])]
+    remove_taps: bool,
+
     /// Be the privileged helper of the vnetd that starts this process
     #[arg(long, hide = true, conflicts_with_all = ["check", "take_over"])]
     helper: bool,
@@ -86,7 +92,8 @@ Signals:
   SIGHUP            reload the configuration file and apply the difference; changes made by commands
                     meanwhile and not saved to the file are undone. [control], [dispatch], [identity],
                     [overlay], and [bridge] except trusted, need a restart
-  SIGTERM, SIGINT   stop: guests see their links go down, sockets and TAP devices are removed
+  SIGTERM, SIGINT   stop: guests see their links go down, sockets and containers' veths are removed. TAP
+                    devices stay, without a carrier, for the next vnetd
 
 Upgrade:
   --take-over connects to the running vnetd at its control socket with '.take-over' appended. That one
@@ -113,6 +120,7 @@ Examples:
   vnetd --check --config vnet.toml      check a file without applying it
   vnetd --config vnet.toml --log debug  run in the foreground with debug messages
   vnetd --take-over --config vnet.toml  take the place of the running vnetd, without a lost frame
+  vnetd --remove-taps                   after the last stop: remove the TAP devices that it has left
   systemctl reload vnetd                take over if another vnetd is installed, otherwise send SIGHUP";
 
 /// Makes a panic in any thread abort the process. systemd restarts a dead daemon and guests hardly notice; a daemon in which one
@@ -140,6 +148,7 @@ pub fn main() -> ExitCode {
     let result = match &args {
         Args { man: true, .. } => man(),
         Args { check: true, config, .. } => check(config),
+        Args { remove_taps: true, config, .. } => remove_taps(config),
         Args { helper: true, .. } => privileges::run_helper().map_err(Into::into),
         Args { detach: true, .. } => background::start().map_err(Into::into),
         Args { config, take_over, .. } => run(config, *take_over),
@@ -165,6 +174,19 @@ fn check(file: &Path) -> Result<(), Failure> {
     let Configuration { desired, warnings } = config::load(file).and_then(config::check_files)?;
     warnings.iter().for_each(|warning| eprintln!("{}warning: {}", warning.place, warning.text));
     println!("{}: good, {}", file.display(), summary(&desired));
+    Ok(())
+}
+
+/// Removes what a stopped vnetd has left. Without a configuration file: one with the default control socket.
+fn remove_taps(file: &Path) -> Result<(), Failure> {
+    let socket = match file.exists() {
+        true => config::load(file)?.desired.control.spec.socket,
+        false => CONTROL_SOCKET.into(),
+    };
+    if vnet::unix::connect(&socket).is_ok() {
+        return Err(format!("vnetd runs at '{}'; stop it first", socket.display()).into());
+    }
+    kept::remove_left(&socket);
     Ok(())
 }
 

@@ -102,6 +102,18 @@ fn taps_follow_the_file() {
 
     rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
     assert!(daemon.0.wait().unwrap().success());
+    let waits = netns.device("t1").unwrap();
+    assert!(waits.contains("NO-CARRIER") && waits.contains("alias vnetd at "), "{waits}");
+
+    // The next vnetd adopts it, and one whose file does not name it removes it.
+    let number = waits.split(':').next().unwrap().to_owned();
+    let (daemon, _) = Daemon::start(&file);
+    let adopted = netns.device("t1").unwrap();
+    assert!(adopted.starts_with(&format!("{number}:")) && !adopted.contains("NO-CARRIER"), "{adopted}");
+    drop(daemon);
+    assert!(netns.device("t1").is_some(), "killed");
+    write("");
+    let (_daemon, _) = Daemon::start(&file);
     assert!(netns.device("t1").is_none());
 }
 

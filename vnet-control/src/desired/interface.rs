@@ -157,6 +157,11 @@ impl Attachment {
         }
     }
 
+    /// True if its device is a TAP, or may be one: that of a container, if there is no kernel path.
+    pub fn may_have_tap(&self) -> bool {
+        matches!(self, Attachment::Tap { .. } | Attachment::Veth { .. })
+    }
+
     /// The network namespace of its device; `None`: vnetd's own, or no device.
     pub fn netns(&self) -> Option<&Netns> {
         match self {

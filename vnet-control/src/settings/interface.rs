@@ -118,7 +118,7 @@ pub static INTERFACE: Declaration<InterfaceSpec> = Declaration {
             device(),
             |interface: InterfaceSpec| interface.attachment,
             Attachment::Tap { device, .. } | Attachment::Veth { device, .. } => device,
-            "name of the device, at most 15 bytes; created if missing, and then removed when vnetd stops"
+            "name of the device, at most 15 bytes; made if missing, and then removed with the interface; a veth also when vnetd stops"
         )
         .only_for(&["tap", "veth"])
         .needed("\"vnet0\"")

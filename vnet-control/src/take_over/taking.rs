@@ -166,6 +166,8 @@ impl Engine {
     /// The running vnetd has ended: devices, pins and socket files are this process's own. Opens interfaces that it had not opened either.
     pub fn settle(&mut self) {
         self.core.own();
+        self.interfaces.values().for_each(|live| live.interface.keep());
+        self.list_taps();
         self.open_absent();
     }
 }

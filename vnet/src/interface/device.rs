@@ -7,6 +7,7 @@
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
+use super::kept::Place;
 use super::netns::{NamespaceId, Netns, NetnsError};
 use crate::wire::ethernet::Mac;
 
@@ -26,6 +27,11 @@ pub trait OnDevice: Send + Sync {
 
     /// MAC address of the device; `None` for interfaces that never create their device.
     fn mac(&self) -> Option<Mac> {
+        None
+    }
+
+    /// Where the device is, if it outlives this process.
+    fn place(&self) -> Option<Place> {
         None
     }
 }

@@ -5,14 +5,14 @@ use std::io;
 use netlink_packet_route::RouteNetlinkMessage;
 use netlink_packet_route::link::{LinkAttribute, LinkFlags, LinkMessage};
 
-use super::tap;
+use crate::helper;
 use crate::netlink::Netlink;
 use crate::wire::ethernet::Mac;
 
 /// Sets a device up.
 pub(super) fn raise(device: &str, mtu: usize, mac: Option<Mac>) -> io::Result<()> {
     let mut link = LinkMessage::default();
-    link.header.index = tap::device_index(device).ok_or_else(io::Error::last_os_error)?;
+    link.header.index = helper::device_index(device)?;
     link.attributes.push(LinkAttribute::Mtu(mtu as u32));
     link.attributes.extend(mac.map(|mac| LinkAttribute::Address(mac.0.to_vec())));
     link.header.flags = LinkFlags::Up;
@@ -23,7 +23,7 @@ pub(super) fn raise(device: &str, mtu: usize, mac: Option<Mac>) -> io::Result<()
 /// Removes a device, and with it a pair's other end.
 pub(super) fn remove(device: &str) -> io::Result<()> {
     let mut link = LinkMessage::default();
-    link.header.index = tap::device_index(device).ok_or_else(io::Error::last_os_error)?;
+    link.header.index = helper::device_index(device)?;
     Netlink::new()?.change(RouteNetlinkMessage::DelLink(link), 0)
 }
 

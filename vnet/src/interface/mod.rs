@@ -16,6 +16,7 @@ mod frame_writer;
 pub(crate) mod headroom;
 pub mod hop;
 pub mod interrupts;
+pub mod kept;
 mod link_request;
 pub mod local;
 mod netns;
@@ -25,6 +26,7 @@ pub mod sideband;
 pub mod stand_in;
 pub mod tap;
 mod tun;
+mod tun_request;
 pub mod underlay;
 pub mod veth;
 pub mod vhost_user;
@@ -127,6 +129,17 @@ pub trait Interface: Send + Sync {
     /// Stops the interface for good: no frame enters or leaves afterwards, and the guest sees its link go down. Does not wait for
     /// anybody else, because callers hold locks.
     fn stop(&self);
+
+    /// Undoes the opening, in place of `stop`: removes what this process made.
+    fn undo(&self) {
+        self.stop();
+    }
+
+    /// Has a device of this vnetd that would outlive the process go with the interface, because the configuration no longer has it.
+    fn let_go(&self) {}
+
+    /// Has the device outlive the process, after a take-over from a vnetd that did not keep it.
+    fn keep(&self) {}
 
     /// What another vnetd needs to take the interface over.
     ///

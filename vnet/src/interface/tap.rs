@@ -17,7 +17,8 @@
 //! ([`whole_datagrams`](super::whole_datagrams)).
 //!
 //! A TAP may live in another network namespace: a short-lived thread enters it to create the device; the file descriptor works in
-//! any namespace. A device that vnetd created disappears with its last descriptor.
+//! any namespace. A device that vnetd made outlives it where the configuration wants that ([`kept`](super::kept)), and otherwise goes with its
+//! last descriptor.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -27,12 +28,14 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 
 use parking_lot::Mutex;
 
-use super::device::{self, Home, OnDevice, Sight};
+use super::device::{self, Home, OnDevice};
 use super::frame_writer::FrameWriter;
+use super::kept::{self, Mark, Place, Standing};
 pub use super::netns::{Netns, Process};
 pub use super::tun::{DEVICE_NAME_MAX, TAP_MTU_MAX, TapError, TapOptions};
+use super::tun::{Queues, inherit_queues, name_of, open_moved};
 pub(super) use super::tun::{device_index, open_queues};
-use super::tun::{inherit_queues, name_of};
+use super::tun_request::persist;
 use super::whole_datagrams::Datagrams;
 use super::{Handed, Interface, State};
 use crate::frame::{Batch, DropSink, FRAME_MAX, Frame, Origin, Segment, Selection};
@@ -91,17 +94,20 @@ pub struct Tap {
     queues: Vec<Queue>,
     stopped: AtomicBool,
     gone: AtomicBool,
+    /// The mark of a device that outlives this process.
+    mark: Option<Mark>,
+    standing: Standing,
     /// Scratch memory for frames whose offloads are finished in software (kernels without USO).
     scratch: Mutex<Box<[u8]>>,
 }
 
 impl Tap {
-    /// Opens the device. Creates it and sets it up if it does not exist.
+    /// Opens the device. Makes it and sets it up if it does not exist, and adopts that of a vnetd with the same mark.
     ///
     /// # Errors
     /// See the variants of [`TapError`].
     pub fn open(options: &TapOptions, origin: Origin, stats: Arc<PortStats>) -> Result<Arc<Tap>, TapError> {
-        let (home, opened) = Home::enter(options.netns.as_ref(), || open_queues(options))?;
+        let (home, opened) = Home::enter(options.netns.as_ref(), || open_moved(options))?;
         Ok(Tap::of(options, home, opened?, (origin, stats)))
     }
 
@@ -123,7 +129,7 @@ impl Tap {
     fn of(
         options: &TapOptions,
         home: Home,
-        (files, accepts, sight): (Vec<File>, Accepts, Sight),
+        Queues { files, accepts, sight, standing }: Queues,
         (origin, stats): (Origin, Arc<PortStats>),
     ) -> Arc<Tap> {
         let queues = files.into_iter().map(|file| Queue { file, written: AtomicUsize::new(0) }).collect();
@@ -140,6 +146,12 @@ impl Tap {
             queues,
             stopped: AtomicBool::new(false),
             gone: AtomicBool::new(false),
+            mark: options
+                .keep
+                .as_ref()
+                .map(|keep| keep.mark.clone())
+                .filter(|_| standing != Standing::Foreign),
+            standing,
             scratch: Mutex::new(vec![0; FRAME_MAX].into_boxed_slice()),
         })
     }
@@ -266,6 +278,27 @@ impl Interface for Tap {
         self.stopped.store(true, Relaxed);
     }
 
+    fn undo(&self) {
+        self.stop();
+        if self.standing == Standing::Made {
+            self.let_go();
+        }
+    }
+
+    fn let_go(&self) {
+        if self.mark.is_some() {
+            // Fails if it was removed.
+            let _ = persist(&self.queues[0].file, false);
+        }
+    }
+
+    fn keep(&self) {
+        let Some(mark) = &self.mark else { return };
+        if let Err(error) = kept::claim(&self.queues[0].file, mark) {
+            tracing::warn!("device '{}' will go with vnetd: {error}", self.device);
+        }
+    }
+
     fn hand_over(&self) -> Result<Handed<'_>, String> {
         Handed::files(self.queues.iter().map(|queue| ("tap", queue.file.as_fd())))
     }
@@ -301,6 +334,11 @@ impl OnDevice for Tap {
 
     fn mac(&self) -> Option<Mac> {
         device::mac(&self.queues[0].file, &self.device).ok()
+    }
+
+    fn place(&self) -> Option<Place> {
+        self.mark.as_ref()?;
+        kept::place_of(&self.queues[0].file).ok()
     }
 }
 

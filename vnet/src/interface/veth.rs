@@ -129,8 +129,7 @@ impl Veth {
         let mac = there(&options.device)?;
         let mac = mac.ok_or_else(|| fail("find", io::ErrorKind::NotFound.into()))?;
         let device = tap_name.clone();
-        let wanted =
-            TapOptions { device, netns: None, mac: None, mac_before: None, mtu, queues: 1, silent: true };
+        let wanted = silent(device, mtu);
         let tap = Tap::open(&wanted, origin, stats)?;
         let veth = Veth::of(options, home, (mac, tap), None)?;
         std::mem::forget(unfinished);
@@ -151,8 +150,7 @@ impl Veth {
         let (home, mac) = Home::enter(Some(&options.netns), || mac_of(&options.device))?;
         let mac = mac.ok_or_else(|| missing(&options.device))?;
         let (device, mtu) = (names(&options.device, &options.netns).1, options.mtu.min(TAP_MTU_MAX));
-        let of =
-            TapOptions { device, netns: None, mac: None, mac_before: None, mtu, queues: 1, silent: true };
+        let of = silent(device, mtu);
         let tap = Tap::inherit(&of, inheritance.take(name), origin, stats)?;
         let veth = Veth::of(options, home, (mac, tap), Some(inheritance.clone()))?;
         // The running vnetd has done so: this one has to undo it at its end.
@@ -323,6 +321,11 @@ impl Drop for Unfinished {
     fn drop(&mut self) {
         let _ = remove(&self.0);
     }
+}
+
+/// The options of the TAP behind the host's end.
+fn silent(device: String, mtu: usize) -> TapOptions {
+    TapOptions { device, netns: None, mac: None, mac_before: None, mtu, queues: 1, silent: true, keep: None }
 }
 
 fn missing(device: &str) -> TapError {

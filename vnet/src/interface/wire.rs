@@ -20,6 +20,7 @@ use netlink_packet_route::link::{InfoData, InfoKind, InfoVxlan, LinkAttribute, L
 use super::device;
 use super::link_request::{raise, remove};
 use super::tap::{self, TAP_MTU_MAX, TapError, TapOptions};
+use super::tun::Queues;
 use crate::helper;
 use crate::inherit::{Inheritance, WIRE};
 use crate::netlink::{self, Netlink};
@@ -68,8 +69,9 @@ impl Wire {
             mtu: TAP_MTU_MAX,
             queues: 1,
             silent: true,
+            keep: None,
         };
-        let (files, _, sight) = tap::open_queues(&options)?;
+        let Queues { files, sight, .. } = tap::open_queues(&options)?;
         let fail = |step, error| TapError::Step { step, device: DEVICE.into(), error, hint: "" };
         lengthen_queue(sight.index as u32)
             .map_err(|error| fail("set the queue length of the TAP of", error))?;

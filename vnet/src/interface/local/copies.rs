@@ -40,8 +40,9 @@ impl Copies {
             mtu: tap::TAP_MTU_MAX,
             queues: 1,
             silent: true,
+            keep: None,
         };
-        let (queues, ..) =
+        let opened =
             tap::open_queues(&options).map_err(|error| LocalError::NoKernelPath(error.to_string()))?;
         let name = options.device;
         let tap_index = tap::device_index(&name).unwrap_or(0);
@@ -50,7 +51,7 @@ impl Copies {
             let hint = format!("its device merges TCP frames (LRO): 'ethtool -K {device} lro off'");
             return Err(LocalError::NoKernelPath(hint));
         }
-        Ok(Copies { tap: (name, tap_index), socket, queues })
+        Ok(Copies { tap: (name, tap_index), socket, queues: opened.files })
     }
 
     /// Those of a running vnetd for the device of number `index`: the TAP, and its packet socket.
