@@ -111,6 +111,11 @@ def starts_without(interface: str, *command: str | Path) -> str:
     return line
 
 
+def remove_taps(file: Path) -> None:
+    """Removes the TAP devices that a stopped vnetd with this configuration has left for the next one."""
+    underlay.run(["ip", "netns", "exec", NAMESPACE, str(vnetd()), "--remove-taps", "--config", str(file)])
+
+
 def assert_nothing_there(directory: Path) -> None:
     """Asserts that no socket and no device is left."""
     assert [path.name for path in directory.iterdir() if path.is_socket()] == []
@@ -171,7 +176,7 @@ def running(tmp_path: Path) -> Iterator[Path]:
             assert first.poll() is None, log.read_text()
             first.send_signal(signal.SIGTERM)
             first.wait(5)
-    underlay.run(["ip", "netns", "exec", NAMESPACE, str(vnetd()), "--remove-taps", "--config", str(file)])
+    remove_taps(file)
     assert_nothing_there(tmp_path)
 
 
@@ -220,11 +225,15 @@ def test_a_stale_socket_is_replaced(tmp_path: Path):
             wait_until("vnetd to run", lambda: "ready" in log.read_text(), 10, log)
             process.send_signal(signal.SIGTERM)
             assert process.wait(5) == 0
+    remove_taps(file)
+    assert_nothing_there(tmp_path)
 
 
 def test_a_file_in_place_of_the_socket_is_kept(tmp_path: Path):
     (tmp_path / "vm1.sock").write_text("precious")
-    assert "vm1.sock" in starts_without("vm1", vnetd(), "--config", write(tmp_path, GOOD))
+    file = write(tmp_path, GOOD)
+    assert "vm1.sock" in starts_without("vm1", vnetd(), "--config", file)
+    remove_taps(file)
     assert (tmp_path / "vm1.sock").read_text() == "precious"
 
 

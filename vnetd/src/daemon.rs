@@ -92,8 +92,8 @@ Signals:
   SIGHUP            reload the configuration file and apply the difference; changes made by commands
                     meanwhile and not saved to the file are undone. [control], [dispatch], [identity],
                     [overlay], and [bridge] except trusted, need a restart
-  SIGTERM, SIGINT   stop: guests see their links go down, sockets and containers' veths are removed. TAP
-                    devices stay, without a carrier, for the next vnetd
+  SIGTERM, SIGINT   stop: guests see their links go down, sockets and containers' veths are
+                    removed; TAP devices stay, without a carrier, for the next vnetd
 
 Upgrade:
   --take-over connects to the running vnetd at its control socket with '.take-over' appended. That one
