@@ -6,8 +6,8 @@ VNET_TEST_KILLS=100 runs the long test, and asserts for how long a machine may b
 
 After each kill the test starts vnetd again at once, as a service manager does, and measures the *gap* of each path: its
 longest silence, from one answer to a ping until the next. Nothing is subtracted: it contains the end of the killed
-process, vnetd's start, QEMU's wait until it connects again, and the interval of the pings. A container of kind tap is
-silent until the test has given the new device its address again.
+process, vnetd's start, QEMU's wait until it connects again, and the interval of the pings. Nothing is set at a
+container's device: it waits for the next vnetd with its addresses and routes.
 
 QEMU takes the guest's link down until it has connected again, and a Linux guest forgets its neighbours then. An ARP
 request that it makes before it notices that the link is up again is lost inside the guest, and the next one follows
@@ -27,7 +27,7 @@ from checks import assert_balanced, wait_for_path
 from conftest import MakeLab
 from traffic import Pings, Stream, under_traffic
 
-from vnetlab import daemon, lab, machine, process
+from vnetlab import daemon, machine, process
 from vnetlab.run import wait_until
 from vnetlab.topology import Kind, Node, Topology
 
@@ -54,7 +54,7 @@ class Kill:
     started: float
     """When the killed process had ended, and the next one was started."""
     ready: float
-    """When that one answered, and the containers had their addresses."""
+    """When that one answered."""
 
 
 LIMIT_S = max(600, 12 * KILLS)
@@ -70,15 +70,14 @@ def kill(topology: Topology, host: Node) -> Kill:
     """Kills a host's vnetd and starts it again."""
     pid = process.find(host.file(".pid"))
     assert pid, f"vnetd on {host.name} runs"
-    veths = [node for node in containers(topology) if topology.container_kind(node) == "veth"]
-    before = {node.name: network(node) for node in veths}
+    before = {node.name: network(node) for node in containers(topology)}
     killed = time.time()
     os.kill(pid, signal.SIGKILL)
     wait_until("vnetd to end", lambda: process.find(host.file(".pid")) is None, 60, poll_s=0.001)
     started = time.time()
-    lab.start_daemon(topology, host)
+    daemon.start(topology, host)
     ready = time.time()
-    assert {node.name: network(node) for node in veths} == before
+    assert {node.name: network(node) for node in containers(topology)} == before
     return Kill(host.name, killed, started, ready)
 
 
@@ -87,10 +86,7 @@ def containers(topology: Topology) -> list[Node]:
 
 
 def network(node: Node) -> tuple:
-    """What a machine's device is: its index, MAC address and MTU, its IP addresses, and all routes.
-
-    A device of kind tap goes with its vnetd; the next one's has another index.
-    """
+    """What a machine's device is: its index, MAC address and MTU, its IP addresses, and all routes."""
     if node.kind is Kind.VM:
         words = "cat /sys/class/net/eth0/address /sys/class/net/eth0/mtu; ip address show eth0 | grep inet; ip route"
         return tuple(machine.execute(node, words).splitlines())
@@ -115,7 +111,7 @@ def test_connections_survive_kills(topology: Topology):
     for vm in vms:
         machine.execute(vm, f"echo {ARP_MS} >/proc/sys/net/ipv4/neigh/eth0/retrans_time_ms")
     boots = [machine.execute(vm, "cat /proc/sys/kernel/random/boot_id") for vm in vms]
-    before = [without_index(topology, node) for node in topology.machines()]
+    before = [network(node) for node in topology.machines()]
     kills, ends, drops = [], [], []
     with under_traffic(pings, streams):
         for number in range(KILLS):
@@ -128,7 +124,7 @@ def test_connections_survive_kills(topology: Topology):
             drops.append(dropped(topology.hosts[number % 2]))
             time.sleep(APART_S)
     assert [machine.execute(vm, "cat /proc/sys/kernel/random/boot_id") for vm in vms] == boots
-    assert [without_index(topology, node) for node in topology.machines()] == before
+    assert [network(node) for node in topology.machines()] == before
     gaps = report(kills, ends, drops, pings)
     if "VNET_TEST_KILLS" in os.environ:
         # A run at length, on a quiet machine.
@@ -141,12 +137,6 @@ def dropped(host: Node) -> str:
     ports = daemon.ask(host, "stats")["ports"]
     found = {port["name"]: {why: count for why, count in port["drops"].items() if count} for port in ports}
     return json.dumps({name: drops for name, drops in found.items() if drops})
-
-
-def without_index(topology: Topology, node: Node) -> tuple:
-    """What a machine's device is, without what changes when vnetd creates a device of kind tap again."""
-    found = network(node)
-    return found[1:] if node.kind is Kind.CONTAINER and topology.container_kind(node) == "tap" else found
 
 
 def report(kills: list[Kill], ends: list[float], drops: list[str], pings: list[Pings]) -> dict[str, list[float]]:
