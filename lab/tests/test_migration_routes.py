@@ -52,7 +52,7 @@ def watch(host: Node, container: Node, mac: str, over: threading.Event) -> list[
 
 
 def test_routes_follow_a_machine(topology: Topology):
-    """Each host's routes move in one step: every host sees one place at any time, first the old one, then the new one."""
+    """Each host's routes move in one step: a host sees one place at any time, first the old one, then the new one."""
     vm, containers = topology.find("h1v1"), topology.machines(Kind.CONTAINER)
     first, second, third = topology.hosts
     for host in (second, third):
@@ -60,10 +60,13 @@ def test_routes_follow_a_machine(topology: Topology):
     for container in containers:
         wait_for_path(container, vm.address)
     here = f"interface {vm.name}"
-    ways = {by_command: (second, here), by_console: (third, f"link {second.name}")}, {
-        by_api: (second, f"link {first.name}"),
-        by_command: (third, f"link {first.name}"),
-    }
+    ways = (
+        {by_command: (second, here), by_console: (third, f"link {second.name}")},
+        {
+            by_api: (second, f"link {first.name}"),
+            by_command: (third, f"link {first.name}"),
+        },
+    )
     for destination, moves in zip((second, first), ways, strict=True):
         if destination == first:
             # The machine leaves: nothing may name its interface then.
