@@ -143,7 +143,7 @@ end-to-end: .venv/made ## Run the end-to-end tests against the release build.
 
 PROOF ?=
 .PHONY: proof
-proof: packages ## Run proofs at full bounds, models, ThreadSanitizer, valgrind, kills and take-overs (docs/proofs.md).
+proof: packages ## Run proofs at full bounds, models, ThreadSanitizer, valgrind, kills, take-overs and attacks (docs/proofs.md).
 	@.ci/packages proof
 	@.ci/proof $(PROOF)
 

@@ -72,8 +72,8 @@ TOLD = {
     ),
     "docs/configuration.md": (
         "`mac` becomes the device's MAC address",
-        "A device that vnetd created is removed when vnetd stops or restarts",
-        "create it first: `ip -n box tuntap add",
+        "A TAP that vnetd made outlives it",
+        "A veth is removed when vnetd stops",
         "**A container that is recreated.**",
         "ssh h1 mkdir -p /etc/vnet/keys",
         "`ca.key` and every `HOST.key` are secret",

@@ -41,13 +41,14 @@ def by_api(host: Node, mac: str, to: str) -> None:
     assert [route["to"] for route in moved] == [to], moved
 
 
-def watch(host: Node, container: Node, mac: str, over: threading.Event) -> list[list[str]]:
-    """Where a host sends frames for an address, until `over`: each place once, in order."""
+def watch(host: Node, container: Node, mac: str, begun: threading.Event, over: threading.Event) -> list[list[str]]:
+    """Where a host sends frames for an address, until `over`: each place once, in order. `begun`: it has looked."""
     seen: list[list[str]] = []
     while not over.is_set():
         ports = sent_to(host, container, mac)
         if seen[-1:] != [ports]:
             seen.append(ports)
+        begun.set()
     return seen
 
 
@@ -76,10 +77,11 @@ def test_routes_follow_a_machine(topology: Topology):
             daemon.vnet(second, "route", "add", "--dst", vm.mac, "--to", f"link {third.name}")
         for move, (host, to) in moves.items():
             container = containers[topology.hosts.index(host)]
-            old, over = sent_to(host, container, vm.mac), threading.Event()
+            old, begun, over = sent_to(host, container, vm.mac), threading.Event(), threading.Event()
             with ThreadPoolExecutor() as pool:
-                seen = pool.submit(watch, host, container, vm.mac, over)
+                seen = pool.submit(watch, host, container, vm.mac, begun, over)
                 try:
+                    assert begun.wait(60)
                     move(host, vm.mac, to)
                 finally:
                     over.set()

@@ -159,6 +159,13 @@ def start(topology: Topology, host: Node) -> None:
     wait_until(f"vnetd on {host.name} to answer", answers, START_S, host.file(".log"))
 
 
+def remove_taps(host: Node) -> None:
+    """Removes TAP devices that a host's vnetd, which has ended, keeps for the next one. An older vnetd keeps none."""
+    words = [str(binaries() / "vnetd"), "--remove-taps", "--config", str(host.file(".toml"))]
+    with contextlib.suppress(LabError):
+        run(["ip", "netns", "exec", host.namespace, *words])
+
+
 def _answers(host: Node) -> bool:
     """Whether a host's vnetd on another machine answers."""
     with contextlib.suppress(LabError):

@@ -443,6 +443,7 @@ class Vnet:
             finally:
                 for host in topology.hosts:
                     process.stop(host.file(".pid"))
+                    daemon.remove_taps(host)
                     host.file(".toml").unlink(missing_ok=True)
 
     def settle(self, machines: list[Node]) -> None:

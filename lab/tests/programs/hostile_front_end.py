@@ -1,0 +1,356 @@
+"""Two vhost-user front ends that attack the vnetd that serves them.
+
+Usage: hostile_front_end.py ATTACK SENDER RECEIVER SENDER_MAC RECEIVER_MAC [PROCESSOR]
+
+SENDER and RECEIVER are sockets of two interfaces. The guest at SENDER sends frames to that at RECEIVER until SIGTERM;
+then the program prints how many vnetd has taken, for how long (s), and how much processor this process used (s). It
+writes frames and descriptors once, and sending makes chains available again, so it uses little. With PROCESSOR it is
+the control: the same kind of load on vnetd without the attack, from a process that uses as much processor, 0 to 1.
+
+`segments`: super-frames that vnetd must cut into 1 364 segments each; control: ordinary TCP super-frames.
+`waiters`: 10^5 waiters at each eventfd that vnetd signals or reads; control: at one that vnetd does not know.
+`unmapping`: a memory table of 512 MiB, whose pages vnetd has touched, is replaced in a loop; control: it stays.
+`truncation`: the file of frames is truncated while they are sent, and the front end reconnects; control: only that.
+`chains`: frames in 254 pieces, and receive chains of 254 descriptors of 4 GiB with a dirty log; control: ordinary ones.
+"""
+
+import array
+import contextlib
+import mmap
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+
+# vhost-user, "Front-end message types".
+GET_FEATURES, SET_FEATURES, SET_OWNER, SET_MEM_TABLE, SET_LOG_BASE = 1, 2, 3, 5, 6
+SET_VRING_NUM, SET_VRING_ADDR, SET_VRING_BASE, SET_VRING_KICK, SET_VRING_CALL = 8, 9, 10, 12, 13
+GET_PROTOCOL_FEATURES, SET_PROTOCOL_FEATURES, SET_VRING_ENABLE = 15, 16, 18
+VERSION, NEED_REPLY = 1, 8
+LOG_SHMFD, REPLY_ACK = 1 << 1, 1 << 3
+# virtio 1.2, sections 5.1.3 and 6.
+CSUM, HOST_TSO4, LOG_ALL, INDIRECT = 1 << 0, 1 << 11, 1 << 26, 1 << 28
+VERSION_1, PROTOCOL_FEATURES = 1 << 32, 1 << 30
+DESC_NEXT, DESC_WRITE, DESC_INDIRECT = 1, 2, 4
+NO_NOTIFY = 1
+DESCRIPTOR = struct.Struct("<QIHH")
+HEADER = struct.Struct("<BBHHHHH")
+NEEDS_CSUM, GSO_TCPV4 = 1, 1
+
+RING = 1024
+RING_SPACE, AVAIL, USED = 0x10000, 0x4000, 0x8000
+TABLES, FRAMES = 2 * RING_SPACE, 4 * RING_SPACE
+SLOT = 0x11000
+SLOTS = 64
+"""Chains in flight: a full turn of a dispatcher."""
+MEMORY = FRAMES + max(SLOTS * SLOT, RING * 2048)
+LARGE_AT = 1 << 32
+"""Guest address of the second region."""
+PIECES = 254
+WAITERS, DESCRIPTORS = 100_000, 250
+LARGE = 512 << 20
+FAULT_AROUND = 64 << 10
+"""A page fault maps this much."""
+PAUSE_S = 0.0003
+PATIENCE_S = 30
+
+
+class Region:
+    """Memory that the front end shares."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.address, self.size = address, size
+        self.fd = os.memfd_create("hostile")
+        os.ftruncate(self.fd, size)
+
+    def entry(self) -> bytes:
+        """As the memory table lists it; its address in the front end is that in the guest."""
+        return struct.pack("<QQQQ", self.address, self.size, self.address, 0)
+
+
+class Guest:
+    """A front end with one pair of queues, of which it uses one."""
+
+    def __init__(self, path: str, queue: int, features: int = 0) -> None:
+        self.path, self.queue = path, queue
+        self.features = features | VERSION_1 | PROTOCOL_FEATURES
+        own = Region(0, MEMORY)
+        self.regions = [own]
+        self.memory = mmap.mmap(own.fd, MEMORY)
+        self.base = queue * RING_SPACE
+        self.kick, self.call = (os.eventfd(0, os.EFD_NONBLOCK) for _ in range(2))
+        self.taken = 0
+        self.seen = 0
+        self.stream: socket.socket | None = None
+
+    def message(self, request: int, payload: bytes = b"", fds: tuple[int, ...] = (), answers: bool = False) -> bytes:
+        """Sends a message and waits until it is answered: with a payload, or with whether it was accepted."""
+        flags = VERSION | (0 if answers else NEED_REPLY)
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        self.stream.sendmsg([struct.pack("<III", request, flags, len(payload)) + payload], ancillary)
+        size = struct.unpack("<III", self.stream.recv(12, socket.MSG_WAITALL))[2]
+        answer = self.stream.recv(size, socket.MSG_WAITALL) if size else b""
+        if not answers and answer != bytes(8):
+            sys.exit(f"vnetd refused request {request}")
+        return answer
+
+    def share(self) -> None:
+        """Sends the memory table."""
+        table = struct.pack("<II", len(self.regions), 0) + b"".join(region.entry() for region in self.regions)
+        self.message(SET_MEM_TABLE, table, tuple(region.fd for region in self.regions))
+
+    def connect(self) -> None:
+        """Connects and starts the ring at its beginning."""
+        if self.stream:
+            self.stream.close()
+        for at in (AVAIL, USED):
+            self.memory[self.base + at : self.base + at + 4] = bytes(4)
+        self.seen = 0
+        self.stream = connected(self.path)
+        self.stream.sendall(struct.pack("<III", SET_OWNER, VERSION, 0))
+        self.message(GET_FEATURES, answers=True)
+        self.message(GET_PROTOCOL_FEATURES, answers=True)
+        words = struct.pack("<IIIQ", SET_PROTOCOL_FEATURES, VERSION, 8, REPLY_ACK | LOG_SHMFD)
+        self.stream.sendall(words)
+        self.message(SET_FEATURES, struct.pack("<Q", self.features))
+        self.share()
+        if self.features & LOG_ALL:
+            size = 2 * (LARGE_AT >> 12) // 8
+            self.message(SET_LOG_BASE, struct.pack("<QQ", size, 0), (Region(0, size).fd,), answers=True)
+        self.message(SET_VRING_NUM, struct.pack("<II", self.queue, RING))
+        self.message(SET_VRING_BASE, struct.pack("<II", self.queue, 0))
+        rings = self.base, self.base + USED, self.base + AVAIL, 0
+        self.message(SET_VRING_ADDR, struct.pack("<IIQQQQ", self.queue, 0, *rings))
+        for request, fd in ((SET_VRING_KICK, self.kick), (SET_VRING_CALL, self.call)):
+            self.message(request, struct.pack("<Q", self.queue), (fd,))
+        self.message(SET_VRING_ENABLE, struct.pack("<II", self.queue, 1))
+
+    def describe(self, at: int, address: int, size: int, flags: int, after: int = 0) -> None:
+        """Writes a descriptor at an offset of the guest's memory."""
+        DESCRIPTOR.pack_into(self.memory, at, address, size, flags, after)
+
+    def slots(self, heads: list[int]) -> None:
+        """Writes the available ring: these chains in turn."""
+        ring = [heads[index % len(heads)] for index in range(RING)]
+        struct.pack_into(f"<{RING}H", self.memory, self.base + AVAIL + 4, *ring)
+
+    def offer(self, count: int) -> int:
+        """Makes chains available until `count` are; returns how many the device has used since the last call."""
+        (used,) = struct.unpack_from("<H", self.memory, self.base + USED + 2)
+        done = (used - self.seen) & 0xFFFF
+        self.seen = used
+        self.taken += done
+        before = self.memory[self.base + AVAIL + 2 : self.base + AVAIL + 4]
+        now = struct.pack("<H", (used + count) & 0xFFFF)
+        if now != before:
+            self.memory[self.base + AVAIL + 2 : self.base + AVAIL + 4] = now
+        if not self.memory[self.base + USED] & NO_NOTIFY:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_write(self.kick, 1)
+        return done
+
+
+def connected(path: str) -> socket.socket:
+    """A connection to an interface's socket, which vnetd may not listen at yet."""
+    end = time.monotonic() + PATIENCE_S
+    while True:
+        stream = socket.socket(socket.AF_UNIX)
+        stream.settimeout(PATIENCE_S)
+        try:
+            stream.connect(path)
+        except OSError:
+            stream.close()
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.01)
+        else:
+            return stream
+
+
+def frame(source: str, to: str, size: int, gso_size: int = 0) -> bytes:
+    """A virtio-net header and a TCP segment of `size` bytes with partial checksum, to be cut if `gso_size` says so."""
+    kind = GSO_TCPV4 if gso_size else 0
+    header = HEADER.pack(NEEDS_CSUM, kind, 54 if gso_size else 0, gso_size, 34, 16, 0)
+    addresses = bytes.fromhex((to + source).replace(":", "")) + b"\x08\x00"
+    ends = socket.inet_aton("198.18.0.1") + socket.inet_aton("198.18.0.2")
+    packet = struct.pack("!BBHHHBBH", 0x45, 0, size - 14, 0, 0x4000, 64, 6, 0) + ends
+    segment = struct.pack("!HHIIBBHHH", 0x2000, 0x2001, 1, 1, 0x50, 0x10, 0xFFFF, 0, 0)
+    return (header + addresses + packet + segment).ljust(len(header) + size, b"Z")
+
+
+def send_whole(guest: Guest, content: bytes) -> None:
+    """Every chain is one descriptor."""
+    for slot in range(SLOTS):
+        at = FRAMES + slot * SLOT
+        guest.memory[at : at + len(content)] = content
+        guest.describe(guest.base + 16 * slot, at, len(content), 0)
+    guest.slots(list(range(SLOTS)))
+
+
+def send_in_pieces(guest: Guest, content: bytes, places: Callable[[int, int], int], pieces: int) -> None:
+    """Every chain is an indirect table: the headers, then single bytes at `places(slot, piece)`."""
+    room = 16 * (pieces + 1)
+    for slot in range(SLOTS):
+        table, at = FRAMES + slot * SLOT, FRAMES + slot * SLOT + 0x2000
+        guest.memory[at : at + len(content)] = content
+        guest.describe(table, at, len(content), DESC_NEXT, 1)
+        for piece in range(pieces):
+            last = piece + 1 == pieces
+            guest.describe(table + 16 * (piece + 1), places(slot, piece), 1, 0 if last else DESC_NEXT, piece + 2)
+        guest.describe(guest.base + 16 * slot, table, room, DESC_INDIRECT)
+    guest.slots(list(range(SLOTS)))
+
+
+def receive_whole(guest: Guest) -> None:
+    """Every chain is a buffer of 2 048 bytes."""
+    for index in range(RING):
+        guest.describe(guest.base + 16 * index, FRAMES + 2048 * index, 2048, DESC_WRITE)
+    guest.slots(list(range(RING)))
+
+
+def receive_in_huge_pieces(guest: Guest) -> None:
+    """All chains are one table, whose descriptors cover 4 GiB each, but the first: it ends the frame's first byte."""
+    for piece in range(PIECES):
+        last = piece + 1 == PIECES
+        size = 13 if piece == 0 else (1 << 32) - 4096
+        flags = DESC_WRITE | (0 if last else DESC_NEXT)
+        guest.describe(TABLES + 16 * piece, LARGE_AT + 16 * piece, size, flags, piece + 1)
+    for index in range(RING):
+        guest.describe(guest.base + 16 * index, TABLES, 16 * PIECES, DESC_INDIRECT)
+    guest.slots(list(range(RING)))
+
+
+def crowd(event: int) -> list[object]:
+    """Adds 10^5 waiters to an eventfd: epoll sets, each with many descriptors of it."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
+    copies = [os.dup(event) for _ in range(DESCRIPTORS)]
+    sets = [select.epoll() for _ in range(WAITERS // DESCRIPTORS)]
+    for each in sets:
+        for copy in copies:
+            each.register(copy, select.EPOLLIN)
+    return [copies, sets]
+
+
+Step = Callable[[], None]
+"""A step of an attack, after each burst."""
+
+
+def run(step: Step | None, sender: Guest, receiver: Guest, paced: int = 0) -> None:
+    """Sends and receives until SIGTERM: as fast as vnetd takes frames, or `paced` at a time; a step after each."""
+    over = False
+
+    def stop(_number: int, _frame: object) -> None:
+        nonlocal over
+        over = True
+
+    signal.signal(signal.SIGTERM, stop)
+    print("ready", flush=True)
+    begin, used = time.monotonic(), time.process_time()
+    while not over:
+        sender.offer(paced or SLOTS)
+        receiver.offer(RING)
+        if step:
+            step()
+        time.sleep(PAUSE_S)
+    print(sender.taken, time.monotonic() - begin, time.process_time() - used, flush=True)
+
+
+def start(sender: Guest, receiver: Guest) -> None:
+    receiver.connect()
+    sender.connect()
+
+
+def segments(sender: Guest, receiver: Guest, ends: tuple[str, str], processor: float | None) -> None:
+    send_whole(sender, frame(*ends, 65_526, 48 if processor is None else 1448))
+    start(sender, receiver)
+    run(None, sender, receiver)
+
+
+def waiters(sender: Guest, receiver: Guest, ends: tuple[str, str], processor: float | None) -> None:
+    send_whole(sender, frame(*ends, 60))
+    own = os.eventfd(0, os.EFD_NONBLOCK)
+    events = (sender.kick, sender.call, receiver.kick, receiver.call) if processor is None else (own,)
+    kept = [crowd(event) for event in events]
+    start(sender, receiver)
+    begin, used = time.monotonic(), time.process_time()
+
+    def wake() -> None:
+        if processor and time.process_time() - used < processor * (time.monotonic() - begin):
+            os.eventfd_write(own, 1)
+
+    run(wake, sender, receiver, paced=8)
+    del kept
+
+
+def unmapping(sender: Guest, receiver: Guest, ends: tuple[str, str], processor: float | None) -> None:
+    large = Region(LARGE_AT, LARGE)
+    os.posix_fallocate(large.fd, 0, LARGE)
+    sender.regions.append(large)
+    stride = LARGE // SLOTS
+    send_in_pieces(
+        sender, frame(*ends, 60), lambda slot, piece: LARGE_AT + slot * stride + piece * FAULT_AROUND, stride >> 16
+    )
+    touched = 0
+
+    def replace() -> None:
+        nonlocal touched
+        if processor is None and sender.taken >= touched + 2 * SLOTS:
+            sender.share()
+            touched = sender.taken
+
+    start(sender, receiver)
+    run(replace, sender, receiver)
+
+
+def truncation(sender: Guest, receiver: Guest, ends: tuple[str, str], processor: float | None) -> None:
+    file = Region(LARGE_AT, SLOTS << 16)
+    sender.regions.append(file)
+    send_in_pieces(sender, frame(*ends, 60), lambda slot, piece: LARGE_AT + (slot << 16) + (piece << 12), 16)
+    rounds = 0
+
+    def truncate() -> None:
+        nonlocal rounds
+        rounds += 1
+        if rounds % 4:
+            return
+        sender.offer(SLOTS)
+        if processor is None:
+            os.ftruncate(file.fd, 0)
+            time.sleep(PAUSE_S)
+            os.ftruncate(file.fd, file.size)
+        sender.connect()
+
+    start(sender, receiver)
+    run(truncate, sender, receiver)
+
+
+def chains(sender: Guest, receiver: Guest, ends: tuple[str, str], processor: float | None) -> None:
+    content = frame(*ends, 60)
+    if processor is None:
+        send_in_pieces(sender, content, lambda slot, piece: FRAMES + slot * SLOT + 0x3000 + piece, PIECES)
+        receiver.features |= INDIRECT | LOG_ALL
+        receiver.regions.append(Region(LARGE_AT, 1 << 32))
+        receive_in_huge_pieces(receiver)
+    else:
+        send_whole(sender, content)
+    start(sender, receiver)
+    run(None, sender, receiver)
+
+
+def main() -> None:
+    attack, to_sender, to_receiver, source, to, *processor = sys.argv[1:]
+    sender = Guest(to_sender, 1, CSUM | HOST_TSO4 | INDIRECT)
+    receiver = Guest(to_receiver, 0)
+    receive_whole(receiver)
+    attacks = (segments, waiters, unmapping, truncation, chains)
+    named = {each.__name__: each for each in attacks}
+    named[attack](sender, receiver, (source, to), float(processor[0]) if processor else None)
+
+
+main()

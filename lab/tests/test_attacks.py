@@ -1,0 +1,86 @@
+"""Guests, front ends, local users and peers attack a vnetd: what others notice (docs/lab-notes/2026-11-26-attacks.md).
+
+By default each attack runs briefly, and all that does not depend on the machine's speed is checked: vnetd lives, frames
+balance, everything arrives once and undamaged. With VNET_TEST_ATTACKS=strict, or a number of rounds, it is measured:
+alone, beside the attack, beside the control, alone again, and so on. Medians must meet the bar.
+"""
+
+import statistics
+from collections.abc import Iterator
+
+import attacks
+import pytest
+from attacks import ATTACKS, CONSOLE, GUESTS, HTTP, Attack, Seen, beside, see
+from checks import assert_balanced, wait_for_path, wait_for_state
+from conftest import MakeLab
+
+from vnetlab import daemon, lab, process
+from vnetlab.topology import Topology
+
+P99_MAX, THROUGHPUT_MIN = 2.0, 0.9
+"""The bars: beside the attack, in units of what it is beside the control."""
+STRICT = attacks.rounds()
+PHASE = (1000, 0.0015, 1.0) if STRICT else (60, 0.005, 0.3)
+"""Pings, their interval, and the duration of the stream."""
+LEARNED = 12_000
+"""Addresses known when `GET /v1/learned` is tried: the shares of an interface and of a link are nearly full."""
+
+
+@pytest.fixture(scope="module")
+def topology(make_lab: MakeLab) -> Iterator[Topology]:
+    """Two hosts with sealed links; the first also has two interfaces for front ends, and ports for clients."""
+    topology = make_lab(vms=0, containers=3, sealed=True)
+    near = topology.find("h1")
+    file = near.file(".toml")
+    text = file.read_text().replace(
+        "[control]\n", f'[control]\nhttp = "127.0.0.1:{HTTP}"\nconsole = "127.0.0.1:{CONSOLE}"\n'
+    )
+    for name, mac in GUESTS.items():
+        socket = topology.state / f"{name}.vhost"
+        text += f'\n[[interface]]\nname = "{name}"\nkind = "vhost-user"\nsocket = "{socket}"\nmac = "{mac}"\n'
+    file.write_text(text)
+    process.stop(near.file(".pid"))
+    lab.start_daemon(topology, near)
+    for host in topology.hosts:
+        wait_for_state(host, "up", 60)
+    for name in ("h1c2", "h2c1"):
+        wait_for_path(topology.find("h1c1"), topology.find(name).address, 60)
+    attacks.fill_tables(topology, LEARNED)
+    running = attacks.prepare(topology)
+    yield topology
+    for program in running:
+        program.kill()
+        program.wait()
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
+def test_others_do_not_suffer(topology: Topology, attack: Attack):
+    ends = topology.find(attack.source), topology.find(attack.destination)
+    before = attacks.pids(topology)
+    alone = [see(*ends, *PHASE)]
+    control, attacked = [], []
+    for _ in range(STRICT or 1):
+        with beside(topology, attack) as load:
+            attacked.append(see(*ends, *PHASE))
+        if STRICT:
+            with beside(topology, attack, load):
+                control.append(see(*ends, *PHASE))
+        alone.append(see(*ends, *PHASE))
+    assert attacks.pids(topology) == before, "vnetd lives"
+    assert_balanced(topology)
+    assert daemon.ask(topology.find("h1"), "status")
+    if STRICT:
+        judge(attack, *map(median, (alone, control, attacked)))
+
+
+def median(phases: list[Seen]) -> Seen:
+    return Seen(statistics.median(seen.p99_us for seen in phases), statistics.median(seen.bps for seen in phases))
+
+
+def judge(attack: Attack, alone: Seen, control: Seen, attacked: Seen) -> None:
+    """Prints the row of the lab note, and asserts the bars."""
+    p99, throughput = attacked.p99_us / control.p99_us, attacked.bps / control.bps
+    columns = [f"{seen.p99_us:.0f} us, {seen.bps / 1e9:.1f} Gbit/s" for seen in (alone, control, attacked)]
+    print("\n|", " | ".join([attack.name, *columns, f"{p99:.2f}", f"{throughput:.2f}"]), "|")
+    assert p99 <= P99_MAX, f"p99 {attacked.p99_us:.0f} us, {control.p99_us:.0f} us beside the control"
+    assert throughput >= THROUGHPUT_MIN, f"{attacked.bps:.3g} bit/s, {control.bps:.3g} beside the control"
