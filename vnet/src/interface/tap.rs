@@ -17,7 +17,7 @@
 //! ([`whole_datagrams`](super::whole_datagrams)).
 //!
 //! A TAP may live in another network namespace: a short-lived thread enters it to create the device; the file descriptor works in
-//! any namespace. A device that vnetd made outlives it where the configuration wants that ([`kept`](super::kept)), and otherwise goes with its
+//! any namespace. A device that vnetd made outlives it where the configuration wants that ([`kept`]), and otherwise goes with its
 //! last descriptor.
 
 use std::fs::File;
