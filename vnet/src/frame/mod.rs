@@ -47,10 +47,11 @@ pub const BATCH_MAX: usize = 64;
 /// Size in bytes of the memory that a batch provides to sources that read frames (TAP): eight frames of maximum size, so that a
 /// batch of super-frames stays in the L2 cache.
 const ARENA_LEN: usize = 8 * (FRAME_MAX + 128);
-/// Cost of a frame in [`Batch::cost`], in bytes: its length, and these for each segment that a receiver without offloads gets and
-/// for each piece of memory. Every frame costs at least [`COST_MIN`], so a batch is bounded in frames, too.
+/// Cost of a frame in [`Batch::cost`], in bytes: its length, and this for each segment that a receiver without offloads gets. Every frame
+/// costs at least [`COST_MIN`], so a batch is bounded in frames, too.
 const SEGMENT_COST: u64 = 1 << 10;
-const PIECE_COST: u64 = 256;
+/// Least cost of a piece of memory, which may lie in a page of its own.
+const PIECE_COST: u64 = 2 << 10;
 /// Cost of the smallest frame, and of a refused one.
 pub const COST_MIN: u64 = 16 << 10;
 /// Cost of a full batch of small frames: the most that one source is worth in a turn of its dispatcher.
@@ -544,7 +545,8 @@ impl Builder<'_> {
         let segments =
             if offload.gso_size == 0 { 1 } else { self.len.div_ceil(usize::from(offload.gso_size)) };
         let pieces = self.batch.segments.len() - self.first;
-        (self.len as u64 + SEGMENT_COST * segments as u64 + PIECE_COST * pieces as u64).max(COST_MIN)
+        let bytes = (self.len as u64).max(PIECE_COST * pieces as u64);
+        (bytes + SEGMENT_COST * segments as u64).max(COST_MIN)
     }
 
     /// Turns the first segment into the head: the frame's first `min(len, HEAD_MAX)` bytes in memory that no guest can change.

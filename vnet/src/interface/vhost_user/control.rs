@@ -183,8 +183,10 @@ pub(super) fn run(device: &Arc<Device>, endpoint: &Endpoint, stop: &Stop, mut fi
 /// Ends a connection.
 fn end(device: &Device, stop: &Stop) {
     let _turn = device.turn.lock();
-    stop.end();
-    device.reset_all();
+    device.signals.slow.allowance.charged(|| {
+        stop.end();
+        device.reset_all();
+    });
 }
 
 /// Exponential backoff: each pause is twice as long as the previous one, up to [`BACKOFF_MAX`].
@@ -289,9 +291,15 @@ fn serve(
             return Ok(());
         }
     }
+    let allowance = &device.signals.slow.allowance;
     while wait_for_message(device, endpoint, &ours, stop) {
+        if let Some(rest) = allowance.rest()
+            && stop.wait(&[], Some(rest)).is_none()
+        {
+            return Ok(());
+        }
         let _turn = device.turn.lock();
-        match connection.message() {
+        match allowance.charged(|| connection.message()) {
             Ok(true) => {}
             Ok(false) => return Ok(()),
             // This side shut the connection down.

@@ -11,25 +11,27 @@
 //!
 //! Both signalling and reading wake every waiter of the eventfd inside the call, and the front end may have added 10^5 of them.
 //! So each call is timed. An eventfd whose calls take long is left to a thread of its interface for [`AVOIDED`]: it signals
-//! instead of the dispatchers, and kicks are not counted meanwhile.
+//! instead of the dispatchers, and kicks are not counted meanwhile. So are all eventfds that the front end sends in this time: it could
+//! replace one as often as it is found slow.
 
 use std::fs::File;
 use std::io::{self, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::AcqRel, Ordering::Relaxed, Ordering::Release};
-use std::sync::mpsc::{SyncSender, sync_channel};
-use std::sync::{Arc, LazyLock, OnceLock};
+use std::sync::atomic::{
+    AtomicBool, AtomicU64, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
+};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use rustix::io::ReadWriteFlags;
-use rustix::time::{ClockId, clock_gettime};
+
+use super::slow_work::{Slow, SlowWork};
+use super::usage::{now_ms, processor_time};
 
 /// Longest time for a call on an eventfd; an ordinary one takes a microsecond. A waiter costs 20 to 50 ns.
 const SLOW: Duration = Duration::from_micros(100);
 /// How long dispatchers do not touch an eventfd that was slow. It costs them two slow calls in this time.
 const AVOIDED: Duration = Duration::from_secs(10);
-/// Upper bound on slow eventfds that wait to be signalled; each waits at most once. Beyond it the caller signals.
-const WAITING_MAX: usize = 64;
 
 /// Number of completions that one system call reaps from the kernel's list. They carry no information; the list only must not
 /// fill up.
@@ -67,8 +69,10 @@ pub(super) struct Signals {
     /// `aio_context_t`.
     context: libc::c_ulong,
     null: File,
-    /// Passes slow eventfds to the interface's own thread, which starts when it is first needed.
-    slow: OnceLock<Option<SyncSender<Event>>>,
+    /// Signals slow eventfds.
+    pub(super) slow: SlowWork,
+    /// Time on [`now_ms`] until which dispatchers do not touch new eventfds.
+    wary_until_ms: AtomicU64,
 }
 
 impl Signals {
@@ -85,31 +89,8 @@ impl Signals {
             let text = format!("no AIO context to notify guests with: {error}; raise sysctl fs.aio-max-nr");
             return Err(io::Error::new(error.kind(), text));
         }
-        Ok(Arc::new(Signals { context, null, slow: OnceLock::new() }))
-    }
-
-    /// Has the interface's own thread signal `event`.
-    #[cold]
-    fn signal_later(&self, event: &Event) -> bool {
-        if event.0.waits.swap(true, AcqRel) {
-            // The signal to come also tells the guest about this one.
-            return true;
-        }
-        let slow = self.slow.get_or_init(|| {
-            let (sender, events) = sync_channel::<Event>(WAITING_MAX);
-            let run = move || {
-                for Event(event) in events {
-                    event.waits.swap(false, AcqRel);
-                    event.signals.signal(&event.file);
-                }
-            };
-            std::thread::Builder::new().name("vhost-user-slow".into()).spawn(run).ok().map(|_| sender)
-        });
-        if slow.as_ref().is_some_and(|slow| slow.try_send(event.clone()).is_ok()) {
-            return true;
-        }
-        event.0.waits.store(false, Release);
-        self.signal(&event.0.file)
+        let (slow, wary_until_ms) = (SlowWork::default(), AtomicU64::new(0));
+        Ok(Arc::new(Signals { context, null, slow, wary_until_ms }))
     }
 
     /// Adds one to an eventfd. A full counter stays unchanged and is readable anyway. Returns true on success.
@@ -176,6 +157,16 @@ struct Patience {
 }
 
 impl Patience {
+    /// Patience with a new eventfd: none if another of its interface was slow lately.
+    fn with_new(signals: &Signals) -> Patience {
+        let until_ms = signals.wary_until_ms.load(Relaxed);
+        let is_wary = now_ms() < until_ms;
+        Patience {
+            suspected: AtomicBool::new(is_wary),
+            avoided_until_ms: AtomicU64::new(if is_wary { until_ms } else { 0 }),
+        }
+    }
+
     /// True while dispatchers must not touch the eventfd.
     #[inline]
     fn is_spent(&self) -> bool {
@@ -185,9 +176,9 @@ impl Patience {
 
     /// Makes a call on the eventfd, and times it.
     #[inline]
-    fn time<R>(&self, call: impl FnOnce() -> R) -> R {
+    fn time<R>(&self, signals: &Signals, call: impl FnOnce() -> R) -> R {
         if self.suspected.load(Relaxed) {
-            return self.time_exactly(call);
+            return self.time_exactly(signals, call);
         }
         let start = Instant::now();
         let result = call();
@@ -199,29 +190,19 @@ impl Patience {
 
     /// Decides by the thread's processor time whether a suspected eventfd is slow.
     #[cold]
-    fn time_exactly<R>(&self, call: impl FnOnce() -> R) -> R {
+    fn time_exactly<R>(&self, signals: &Signals, call: impl FnOnce() -> R) -> R {
         let start = processor_time();
         let result = call();
         if processor_time().saturating_sub(start) > SLOW {
             // Still suspected when it is used again, so that one more slow call suffices.
-            self.avoided_until_ms.store(now_ms() + AVOIDED.as_millis() as u64, Relaxed);
+            let until_ms = now_ms() + AVOIDED.as_millis() as u64;
+            self.avoided_until_ms.store(until_ms, Relaxed);
+            signals.wary_until_ms.fetch_max(until_ms, Relaxed);
         } else {
             self.suspected.store(false, Relaxed);
         }
         result
     }
-}
-
-/// Milliseconds since the first call, plus 1.
-fn now_ms() -> u64 {
-    static START: LazyLock<Instant> = LazyLock::new(Instant::now);
-    START.elapsed().as_millis() as u64 + 1
-}
-
-/// Processor time that the calling thread has taken.
-fn processor_time() -> Duration {
-    let time = clock_gettime(ClockId::ThreadCPUTime);
-    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
 /// An eventfd that notifies the front end or its guest.
@@ -240,7 +221,7 @@ struct Notifying {
 impl Event {
     /// Wraps `file`, which must be an eventfd; see [`is_eventfd`].
     pub(super) fn new(file: File, signals: Arc<Signals>) -> Event {
-        let (patience, waits) = (Patience::default(), AtomicBool::new(false));
+        let (patience, waits) = (Patience::with_new(&signals), AtomicBool::new(false));
         Event(Arc::new(Notifying { file, signals, patience, waits }))
     }
 
@@ -250,9 +231,38 @@ impl Event {
     pub(super) fn signal(&self) -> bool {
         let Notifying { file, signals, patience, .. } = &*self.0;
         if patience.is_spent() {
-            return signals.signal_later(self);
+            return self.signal_later();
         }
-        patience.time(|| signals.signal(file))
+        patience.time(signals, || signals.signal(file))
+    }
+
+    /// Has the interface's own thread signal.
+    #[cold]
+    fn signal_later(&self) -> bool {
+        let Notifying { file, signals, waits, .. } = &*self.0;
+        if waits.swap(true, AcqRel) {
+            // The signal to come also tells the guest about this one.
+            return true;
+        }
+        let own: Arc<dyn Slow> = self.0.clone();
+        let later: Weak<dyn Slow> = Arc::downgrade(&own);
+        if signals.slow.later(later) {
+            return true;
+        }
+        waits.store(false, Release);
+        signals.signal(file)
+    }
+
+    /// True while a signal waits for the interface's own thread. It is lost if the eventfd is dropped before.
+    pub(super) fn waits(&self) -> bool {
+        self.0.waits.load(Acquire)
+    }
+}
+
+impl Slow for Notifying {
+    fn carry_out(&self) {
+        self.waits.swap(false, AcqRel);
+        self.patience.time_exactly(&self.signals, || self.signals.signal(&self.file));
     }
 }
 
@@ -264,25 +274,33 @@ impl AsFd for Event {
 
 /// An eventfd by which the guest notifies vnetd.
 #[derive(Clone, Debug)]
-pub(super) struct KickEvent(Arc<(File, Patience)>);
+pub(super) struct KickEvent(Arc<Kicking>);
+
+#[derive(Debug)]
+struct Kicking {
+    file: File,
+    signals: Arc<Signals>,
+    patience: Patience,
+}
 
 impl KickEvent {
     /// Wraps `file`, which should be an eventfd; see [`is_eventfd`].
-    pub(super) fn new(file: File) -> KickEvent {
-        KickEvent(Arc::new((file, Patience::default())))
+    pub(super) fn new(file: File, signals: Arc<Signals>) -> KickEvent {
+        let patience = Patience::with_new(&signals);
+        KickEvent(Arc::new(Kicking { file, signals, patience }))
     }
 
     /// Reads and resets the counter without blocking, whatever the front end has done to the eventfd. A slow eventfd is not read:
     /// its kicks wake the dispatcher all the same.
     pub(super) fn drain(&self) -> u64 {
-        let (file, patience) = &*self.0;
-        if patience.is_spent() { 0 } else { patience.time(|| drain(file)) }
+        let Kicking { file, signals, patience } = &*self.0;
+        if patience.is_spent() { 0 } else { patience.time(signals, || drain(file)) }
     }
 }
 
 impl AsFd for KickEvent {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.0.0.as_fd()
+        self.0.file.as_fd()
     }
 }
 
@@ -342,6 +360,22 @@ mod tests {
             }
         });
         assert_eq!(drain(&file), 20_000);
+    }
+
+    /// Who replaces an eventfd each time it is found slow gains nothing.
+    #[test]
+    fn a_crowd_at_each_new_eventfd_costs_a_dispatcher_two_signals() {
+        let signals = Signals::new().unwrap();
+        let (file, _waiting, cost) = crowded(|file| assert!(signals.signal(file)));
+        let taken = hundred(|| {
+            let event = Event::new(file.try_clone().unwrap(), signals.clone());
+            // The interface's thread may take each signal before the next one comes.
+            assert!(event.signal() && event.signal());
+        });
+        // The first is not suspected yet; each new one would take two.
+        assert!(taken < 10 * cost, "{taken:?} for 100 eventfds with signals of {cost:?}");
+        let kicks = KickEvent::new(file.try_clone().unwrap(), signals.clone());
+        assert!(kicks.0.patience.is_spent());
     }
 
     /// Epoll sets in which one eventfd has `count` waiters: one for each set and descriptor of the eventfd.
@@ -408,7 +442,7 @@ mod tests {
             kick(file);
             assert_eq!(drain(file), 1);
         });
-        let kicks = KickEvent::new(file.try_clone().unwrap());
+        let kicks = KickEvent::new(file.try_clone().unwrap(), Signals::new().unwrap());
         let mut taken = Duration::ZERO;
         for _ in 0..100 {
             kick(&file);

@@ -11,10 +11,12 @@
 //! descriptors, and an interface stops without waiting for its control thread.
 
 mod admission;
+mod allowance;
 mod closer;
 mod config_space;
 mod control;
 mod event;
+mod faults;
 mod features;
 #[cfg(any(test, feature = "test-util"))]
 pub mod fuzz;
@@ -22,10 +24,12 @@ mod options;
 mod private;
 mod queue_pairs;
 mod session;
+mod slow_work;
 mod source;
 mod succession;
 #[cfg(test)]
 mod tests;
+mod usage;
 mod vring;
 
 use std::io;

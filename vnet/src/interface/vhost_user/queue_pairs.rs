@@ -9,7 +9,7 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, MutexGuard};
@@ -72,6 +72,10 @@ pub(super) struct Pair {
     /// True while the control thread waits for a lock of the pair. A busy dispatcher releases the lock only for an instant, so it
     /// skips the pair during that time.
     pub(super) changing: AtomicBool,
+    /// True while the interface's own thread reads the pages of waiting frames; see `faults.rs`.
+    pub(super) read_ahead: AtomicBool,
+    /// Time until which it has to, before the dispatcher takes them; 0: it need not.
+    pub(super) faulty_until_ms: AtomicU64,
 }
 
 /// A vhost-user interface without its socket.
@@ -123,6 +127,8 @@ impl Device {
                 bell,
                 receives: AtomicBool::new(false),
                 changing: AtomicBool::new(false),
+                read_ahead: AtomicBool::new(false),
+                faulty_until_ms: AtomicU64::new(0),
             });
         }
         let status = Mutex::new("waiting for QEMU (a vhost-user front end)".to_owned());

@@ -12,7 +12,7 @@ use vhost::vhost_user::message::*;
 use vhost::vhost_user::{Backend, Error, GpuBackend, Result, VhostUserBackendReqHandlerMut};
 
 use super::closer;
-use super::event::{Event, is_eventfd};
+use super::event::{Event, KickEvent, is_eventfd};
 use super::private;
 use super::queue_pairs::Device;
 use super::vring::{Addresses, Common, Vring};
@@ -296,8 +296,9 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_vring_kick(&mut self, index: u8, file: Option<File>) -> Result<()> {
-        let file = checked_eventfd(file)?;
-        self.vring(index.into(), |vring| vring.set_kick(file))?;
+        let signals = &self.device.signals;
+        let kick = checked_eventfd(file)?.map(|file| KickEvent::new(file, signals.clone()));
+        self.vring(index.into(), |vring| vring.set_kick(kick))?;
         self.device.departed.store(false, Ordering::Release);
         Ok(())
     }

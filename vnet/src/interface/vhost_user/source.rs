@@ -10,6 +10,7 @@ use std::sync::atomic::Ordering;
 
 use parking_lot::{ArcMutexGuard, RawMutex};
 
+use super::faults::{FaultWatch, May};
 use super::queue_pairs::{Device, POISONED, Pair, RARP_LEN, Transmit};
 use crate::frame::{Batch, DropSink, Segment};
 use crate::interface::virtqueue::net::take;
@@ -28,12 +29,14 @@ pub(super) struct GuestSource {
     broke: Option<String>,
     /// The announcement in the last fill, see [`Device::announce`].
     announcement: Option<Box<[u8; RARP_LEN]>>,
+    faults: FaultWatch,
 }
 
 impl GuestSource {
     /// Creates the source of `queue`, which must be less than the device's number of queue pairs.
     pub(super) fn new(device: Arc<Device>, queue: usize) -> GuestSource {
-        GuestSource { device, queue, locked: None, broke: None, announcement: None }
+        let faults = FaultWatch::new(device.clone(), queue);
+        GuestSource { device, queue, locked: None, broke: None, announcement: None, faults }
     }
 
     fn pair(&self) -> &Pair {
@@ -76,7 +79,7 @@ impl Source for GuestSource {
     // SAFETY: segments point into guest memory that the batch's owner keeps mapped; their chains go back only in `give_back`.
     unsafe fn fill(&mut self, batch: &mut Batch, drops: &mut DropSink, _now_ms: u64) -> Taken {
         let nothing = Taken { drained: true, ..Taken::default() };
-        if self.pair().changing.load(Ordering::Relaxed) {
+        if self.pair().changing.load(Ordering::Relaxed) || self.pair().is_read() {
             return nothing;
         }
         let mut locked = self.pair().transmit.lock_arc();
@@ -85,8 +88,22 @@ impl Source for GuestSource {
             return self.announce(frame, batch);
         }
         let Some(running) = vring.running() else { return nothing };
+        let may = self.faults.may(running);
+        match may {
+            May::TakeAll => {}
+            // The first frame spends it.
+            May::TakeOne => batch.set_budget(1),
+            May::Wait => {
+                drop(locked);
+                self.faults.read_ahead();
+                return nothing;
+            }
+        }
         let owner = self.device.owner(running.format);
-        let result = take(&mut running.ring, &mut running.taken, &owner, batch, drops);
+        let result = self
+            .faults
+            .begin(may, batch, |batch| take(&mut running.ring, &mut running.taken, &owner, batch, drops));
+        running.pages_read = running.pages_read.saturating_sub(*result.as_ref().unwrap_or(&0));
         let poisoned = running.ring.is_poisoned();
         if poisoned {
             // The file behind the memory was truncated, so frames may have turned into zeros. Drop the whole burst.
@@ -112,6 +129,7 @@ impl Source for GuestSource {
 
     fn give_back(&mut self) {
         self.announcement = None;
+        self.faults.end();
         let Some(mut locked) = self.locked.take() else { return };
         let vring = &mut locked.vring;
         if let Some(running) = vring.running()
@@ -134,7 +152,8 @@ impl Source for GuestSource {
     }
 
     fn rest(&mut self) -> bool {
-        self.pair().transmit.lock().vring.arm()
+        // While pages are read, kicks are not needed: the reader wakes the dispatcher.
+        self.pair().is_read() || self.pair().transmit.lock().vring.arm()
     }
 
     fn resume(&mut self) {

@@ -5,7 +5,6 @@
 //! different orders, some while the ring runs (memory hotplug, migration). So each message only records its values, and
 //! [`Vring::update`] then rebuilds the ring at the old one's position.
 
-use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -71,6 +70,8 @@ pub(super) struct Running {
     pub(super) format: Format,
     /// Chains of a transmit ring not yet returned to the driver.
     pub(super) taken: TakenChains,
+    /// Number of waiting chains of a transmit ring whose pages were read; see `faults.rs`.
+    pub(super) pages_read: usize,
 }
 
 /// One direction of one queue.
@@ -306,8 +307,8 @@ impl Vring {
 
     /// SET_VRING_CALL; `None` if the guest polls.
     pub(super) fn set_call(&mut self, call: Option<Event>) {
-        self.call = call;
-        if self.missed {
+        let old = std::mem::replace(&mut self.call, call);
+        if self.missed || old.is_some_and(|old| old.waits()) {
             self.notify();
         }
     }
@@ -318,8 +319,8 @@ impl Vring {
     }
 
     /// SET_VRING_KICK: starts the ring; `None` if the guest does not notify.
-    pub(super) fn set_kick(&mut self, kick: Option<File>) {
-        self.set_kick_source(Some(kick.map_or(Kick::Poll, |file| Kick::Event(KickEvent::new(file)))));
+    pub(super) fn set_kick(&mut self, kick: Option<KickEvent>) {
+        self.set_kick_source(Some(kick.map_or(Kick::Poll, Kick::Event)));
         self.update();
     }
 
@@ -402,6 +403,7 @@ impl Vring {
                     ring,
                     format: features::format(self.common.features),
                     taken: TakenChains::default(),
+                    pages_read: 0,
                 });
             }
             Err(error) => {
@@ -439,6 +441,7 @@ impl Vring {
 
 #[cfg(test)]
 mod tests {
+    use super::super::event::Signals;
     use super::*;
     use crate::poll::Poller;
 
@@ -448,7 +451,7 @@ mod tests {
         vring.set_waker(Some(Poller::new().unwrap().waker(1)));
         // Regular files cannot be polled.
         let file = rustix::fs::memfd_create("kick", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
-        vring.set_kick(Some(File::from(file)));
+        vring.set_kick(Some(KickEvent::new(file.into(), Signals::new().unwrap())));
         assert!(vring.unwatched().is_some_and(|reason| reason.contains("cannot watch")));
         vring.set_kick(None);
         assert_eq!(vring.unwatched(), None);

@@ -1,5 +1,6 @@
 //! A real front end (crate `vhost`) over a real socket, with a mock driver behind it.
 
+mod faults;
 mod flow;
 mod held;
 mod hostile;

@@ -10,4 +10,4 @@ mod transmitq;
 
 pub use format::{Format, LEGACY_HDR_LEN, Owner};
 pub use receiveq::{BUFFERS_MAX, Giver, MERGE_MAX};
-pub use transmitq::{TakenChains, take};
+pub use transmitq::{TakenChains, look_ahead, take};

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use super::format::Owner;
-use crate::frame::{BATCH_MAX, Batch, DropSink, Holds, Segment};
+use crate::frame::{BATCH_MAX, Batch, DropSink, FRAME_MAX, Holds, Segment};
 use crate::interface::virtqueue::chain::{Buffer, CHAIN_MAX};
 use crate::interface::virtqueue::split::{Ring, RingError};
 use crate::stats::DropReason;
@@ -149,6 +149,33 @@ pub fn take(
     owner.stats.in_frames.add(batch.len() as u64);
     owner.stats.in_bytes.add(bytes);
     broken.map_or(Ok(taken.count), Err)
+}
+
+/// Appends the readable buffers of chains that wait in a transmitq, of each chain as much as a frame may have. The chains stay in the ring.
+/// Returns their number, at most [`BATCH_MAX`].
+pub fn look_ahead(ring: &mut Ring, buffers: &mut Vec<Buffer>) -> usize {
+    let mut looked = 0;
+    // Whoever takes from a broken ring finds it broken.
+    for _ in 0..ring.ensure(BATCH_MAX).unwrap_or(0) {
+        let Ok(Some(head)) = ring.next() else { break };
+        looked += 1;
+        let before = buffers.len();
+        match head.single_readable() {
+            Some(buffer) => buffers.push(buffer),
+            // A chain without readable buffers, or a malformed one, has no frame.
+            None => {
+                let readable = ring.walk(&head, buffers).unwrap_or(0);
+                buffers.truncate(before + readable);
+            }
+        }
+        let mut left = VIRTIO_NET_HDR_LEN + FRAME_MAX;
+        for buffer in &mut buffers[before..] {
+            buffer.len = buffer.len.min(left);
+            left -= buffer.len;
+        }
+    }
+    ring.put_back(looked as u16);
+    looked
 }
 
 /// Parses the virtio-net header and adds the frame behind it to the batch. Returns the frame's length in bytes, or the reason for

@@ -1,0 +1,209 @@
+//! Page faults of a guest's frames, kept from dispatchers.
+//!
+//! A dispatcher that reads a page for the first time takes a page fault, a few microseconds. That happens to each page of a guest once. But
+//! a front end can make vnetd lose the pages again and again: it replaces the memory, or punches holes into the file behind it. Frames in 250
+//! pieces, each in a page of its own, then take a millisecond each, and everybody else on the dispatcher waits.
+//!
+//! So a dispatcher times each burst of a guest. After one that took too long, it counts the page faults of the next one. If there were many,
+//! the queue is *faulty* for [`FAULTY`]: a thread of its interface ([`SlowWork`]) reads a byte of each page of the waiting frames, and
+//! then the dispatcher takes them, one in a turn. The thread rests as the interface's allowance says.
+//!
+//! ```text
+//!             a burst took long             many page faults
+//!   ordinary ------------------> suspected ------------------> faulty
+//!       ^                            |                            |
+//!       +------ few page faults -----+---- few, for 10 s ---------+
+//! ```
+//!
+//! Frames *to* a guest are copied into its pages by whoever sends them; these page faults are not treated.
+//!
+//! [`SlowWork`]: super::slow_work::SlowWork
+
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use super::queue_pairs::{Device, Pair};
+use super::slow_work::Slow;
+use super::usage::{now_ms, page_faults};
+use super::vring::Running;
+use crate::frame::Batch;
+use crate::interface::virtqueue::Buffer;
+use crate::interface::virtqueue::net::look_ahead;
+
+/// How long a queue stays faulty after the last time that it had many page faults.
+const FAULTY: Duration = Duration::from_secs(10);
+/// A burst takes no longer than this, and a nanosecond for each 2 bytes of its cost: several times what copying takes.
+const LONG: Duration = Duration::from_micros(200);
+/// More page faults in a burst are many. Together they take about 0.2 ms.
+const MANY: u64 = 64;
+/// More page faults in a frame whose pages were read before are many, too: the guest has them taken away meanwhile.
+const MANY_AGAIN: u64 = 16;
+/// Charged for such a frame, so that the interface's thread rests for a second.
+const FINE: Duration = Duration::from_millis(150);
+const PAGE: usize = 4096;
+
+/// Watches the page faults of a transmit queue, for its dispatcher.
+pub(super) struct FaultWatch {
+    reader: Arc<Reader>,
+    /// The last burst took long.
+    suspected: bool,
+    /// Start of the burst, and how long it may take.
+    burst: Option<(Instant, Duration)>,
+}
+
+/// Reads pages of waiting frames.
+struct Reader {
+    device: Arc<Device>,
+    queue: usize,
+}
+
+/// What a dispatcher may take from a queue in a turn.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum May {
+    /// A burst.
+    TakeAll,
+    /// One frame: the pages of so many were read.
+    TakeOne,
+    /// Nothing before the pages of the waiting frames are read.
+    Wait,
+}
+
+impl FaultWatch {
+    pub(super) fn new(device: Arc<Device>, queue: usize) -> FaultWatch {
+        FaultWatch { reader: Arc::new(Reader { device, queue }), suspected: false, burst: None }
+    }
+
+    /// What the dispatcher may take now.
+    #[inline]
+    pub(super) fn may(&self, running: &mut Running) -> May {
+        if !self.reader.pair().is_faulty() {
+            return May::TakeAll;
+        }
+        // A broken ring is taken from, to find it broken.
+        let is_empty = running.ring.ensure(1) == Ok(0);
+        if running.pages_read > 0 || is_empty { May::TakeOne } else { May::Wait }
+    }
+
+    /// Has the pages of the waiting frames read. Until then, [`Pair::is_read`] is true. Call it without the queue's lock.
+    #[cold]
+    pub(super) fn read_ahead(&self) {
+        let pair = self.reader.pair();
+        pair.read_ahead.store(true, Relaxed);
+        let own: Arc<dyn Slow> = self.reader.clone();
+        let later: Weak<dyn Slow> = Arc::downgrade(&own);
+        if !self.reader.device.signals.slow.later(later) {
+            // Without a thread, the dispatcher has the page faults.
+            pair.faulty_until_ms.store(0, Relaxed);
+            pair.read_ahead.store(false, Release);
+        }
+    }
+
+    /// Begins a burst: takes frames by `take` into `batch`, and counts page faults if the queue is suspected or faulty. The result of
+    /// `take` begins with the number of frames.
+    #[inline]
+    pub(super) fn begin<R>(&mut self, may: May, batch: &mut Batch, take: impl FnOnce(&mut Batch) -> R) -> R {
+        let start = Instant::now();
+        let result =
+            if may == May::TakeAll && !self.suspected { take(batch) } else { self.count(may, batch, take) };
+        let most = LONG + Duration::from_nanos(batch.cost() / 2);
+        self.burst = (!batch.is_empty()).then_some((start, most));
+        result
+    }
+
+    /// Ends the burst.
+    #[inline]
+    pub(super) fn end(&mut self) {
+        if let Some((start, most)) = self.burst.take() {
+            self.suspected |= start.elapsed() > most;
+        }
+    }
+
+    #[cold]
+    fn count<R>(&mut self, may: May, batch: &mut Batch, take: impl FnOnce(&mut Batch) -> R) -> R {
+        let before = page_faults();
+        let result = take(batch);
+        for segment in batch.frames().iter().flat_map(|frame| batch.segments(frame)) {
+            // SAFETY: the memory of a batch's segments stays readable until the batch is cleared.
+            unsafe { read_pages(segment.as_ptr(), segment.len()) };
+        }
+        let count = page_faults() - before;
+        self.suspected = false;
+        let pair = self.reader.pair();
+        if may != May::TakeAll && count > MANY_AGAIN {
+            self.reader.device.signals.slow.allowance.charge(FINE);
+            pair.set_faulty();
+        } else if count > MANY {
+            pair.set_faulty();
+        }
+        result
+    }
+}
+
+impl Reader {
+    fn pair(&self) -> &Pair {
+        &self.device.pairs[self.queue]
+    }
+}
+
+impl Slow for Reader {
+    fn carry_out(&self) {
+        let pair = self.pair();
+        let mut buffers: Vec<Buffer> = vec![];
+        let before = page_faults();
+        let looked = pair.transmit.lock().vring.running().map(|running| {
+            let count = look_ahead(&mut running.ring, &mut buffers);
+            (count, running.ring.memory().clone())
+        });
+        if let Some((count, memory)) = looked {
+            for buffer in buffers {
+                // SAFETY: `memory` keeps the buffers mapped until after the loop.
+                unsafe { read_pages(buffer.ptr, buffer.len) };
+            }
+            if let Some(running) = pair.transmit.lock().vring.running()
+                && Arc::ptr_eq(running.ring.memory(), &memory)
+            {
+                running.pages_read = count;
+            }
+        }
+        if page_faults() - before > MANY {
+            pair.set_faulty();
+        }
+        pair.read_ahead.store(false, Release);
+        pair.ring();
+    }
+}
+
+impl Pair {
+    /// True while the interface's thread reads the pages of waiting frames.
+    #[inline]
+    pub(super) fn is_read(&self) -> bool {
+        self.read_ahead.load(Acquire)
+    }
+
+    #[inline]
+    fn is_faulty(&self) -> bool {
+        let until_ms = self.faulty_until_ms.load(Relaxed);
+        until_ms != 0 && now_ms() < until_ms
+    }
+
+    #[cold]
+    fn set_faulty(&self) {
+        self.faulty_until_ms.store(now_ms() + FAULTY.as_millis() as u64, Relaxed);
+    }
+}
+
+/// Reads a byte of each page.
+///
+/// # Safety
+/// The memory is readable.
+unsafe fn read_pages(start: *const u8, len: usize) {
+    let mut at = 0;
+    while at < len {
+        let byte = start.wrapping_add(at);
+        // SAFETY: `at` < `len`, so the byte is readable, which the caller guarantees. The guest may write it at the same time; the read is
+        // volatile, and its result is not used.
+        unsafe { byte.read_volatile() };
+        at += PAGE - byte.addr() % PAGE;
+    }
+}
