@@ -345,11 +345,14 @@ def test_after_the_last_stop_nothing_need_stay(tmp_path: Path):
         end(remote, signal.SIGTERM)
     assert link(BOX)
     assert link(MATE)
-    run(words)
+    assert "removed: " in run(words)
     assert link(BOX) is None
     assert link(MATE) is None
-    run(words)
+    assert "has left no TAP device" in run(words)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["log", "vnet.toml"]
+    (tmp_path / "vnet.toml").unlink()
+    done = subprocess.run(words, check=False, capture_output=True, text=True)
+    assert (done.returncode, "cannot read the configuration" in done.stderr) == (1, True), done.stderr
 
 
 def test_a_container_without_the_kernels_path_keeps_its_device_through_a_crash(tmp_path: Path):

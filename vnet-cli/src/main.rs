@@ -24,7 +24,7 @@ use std::time::Duration;
 
 use args::{Args, Command, InterfaceCommand, LinkCommand, NetworkCommand, RouteCommand};
 use clap::{CommandFactory, Parser};
-use client::Client;
+use client::{Client, ClientError};
 use output::{Failure, print, read, read_file};
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
@@ -57,29 +57,31 @@ fn run(args: &Args) -> Result<(), Failure> {
         Command::Link(LinkCommand::List) => vnet.list("/v1/links", show::links),
         Command::Route(RouteCommand::List) => vnet.list("/v1/routes", show::routes),
         Command::Interface(InterfaceCommand::Add(add)) => {
-            vnet.add("/v1/interfaces", &add.request(), |_: api::Interface| {
+            vnet.send(Client::post, "/v1/interfaces", &add.request(), |_: api::Interface| {
                 format!("interface {} added\n", add.name())
             })
         }
         Command::Interface(InterfaceCommand::Set { name, settings }) => {
             let settings: serde_json::Map<_, _> = settings.iter().cloned().collect();
             let path = format!("/v1/interfaces/{}", client::encode(name));
-            vnet.change(&path, &settings.into(), |changed| show::interfaces(&vec![changed]))
+            vnet.send(Client::patch, &path, &settings.into(), |changed| show::interfaces(&vec![changed]))
         }
         Command::Interface(InterfaceCommand::Timeline(timeline)) => {
             vnet.ask(&timeline.path(), timeline::show)
         }
         Command::Link(LinkCommand::Add(add)) => {
-            vnet.add("/v1/links", &add.request(), |_: api::Link| format!("link {} added\n", add.name()))
+            vnet.send(Client::post, "/v1/links", &add.request(), |_: api::Link| {
+                format!("link {} added\n", add.name())
+            })
         }
         Command::Route(RouteCommand::Add(add)) => {
-            vnet.add("/v1/routes", &add.request(), |route: api::Route| {
+            vnet.send(Client::post, "/v1/routes", &add.request(), |route: api::Route| {
                 format!("route {} added\n", route.index)
             })
         }
         Command::Route(RouteCommand::Move { mac, to, network }) => {
             let request = json!({ "dst": mac, "to": to.to_string(), "network": network });
-            vnet.change("/v1/routes", &request, |moved| show::routes(&moved))
+            vnet.send(Client::patch, "/v1/routes", &request, |moved| show::routes(&moved))
         }
         Command::Interface(InterfaceCommand::Del { name }) => {
             vnet.remove("interface", "/v1/interfaces", name)
@@ -117,7 +119,7 @@ struct Vnet<'a> {
     json: bool,
 }
 
-impl Vnet<'_> {
+impl<'a> Vnet<'a> {
     /// GETs an answer and prints it.
     fn list<T: DeserializeOwned>(&self, path: &str, show: impl Fn(&T) -> String) -> Result<(), Failure> {
         let answer = self.client.get(path)?;
@@ -130,23 +132,15 @@ impl Vnet<'_> {
         self.print(&answer, |answer| Ok(show(&read(answer)?)))
     }
 
-    fn add<T: DeserializeOwned>(
+    /// POSTs or PATCHes a request and prints the answer.
+    fn send<T: DeserializeOwned>(
         &self,
+        send: impl FnOnce(&Client<'a>, &str, Vec<u8>) -> Result<Vec<u8>, ClientError>,
         path: &str,
         request: &Value,
         show: impl Fn(T) -> String,
     ) -> Result<(), Failure> {
-        let answer = self.client.post(path, request.to_string().into_bytes())?;
-        self.print(&answer, |answer| Ok(show(read(answer)?)))
-    }
-
-    fn change<T: DeserializeOwned>(
-        &self,
-        path: &str,
-        request: &Value,
-        show: impl Fn(T) -> String,
-    ) -> Result<(), Failure> {
-        let answer = self.client.patch(path, request.to_string().into_bytes())?;
+        let answer = send(&self.client, path, request.to_string().into_bytes())?;
         self.print(&answer, |answer| Ok(show(read(answer)?)))
     }
 

@@ -132,7 +132,7 @@ impl KeptTaps {
             self.taps
                 .iter()
                 .filter(|tap| !specs.iter().any(|spec| tap.is_of(spec)))
-                .for_each(|tap| self.remove(tap));
+                .for_each(|tap| _ = self.remove(tap));
         }
         self.replace(taps);
     }
@@ -159,25 +159,31 @@ impl KeptTaps {
         self.replace(taps);
     }
 
-    /// Removes all devices.
-    pub(super) fn remove_all(&mut self) {
-        self.taps.iter().for_each(|tap| self.remove(tap));
+    /// Removes all devices, and lists those that were there.
+    pub(super) fn remove_all(&mut self) -> Vec<String> {
+        let removed = self.taps.iter().filter_map(|tap| self.remove(tap)).collect();
         self.replace(vec![]);
+        removed
     }
 
-    fn remove(&self, tap: &KeptTap) {
+    /// Removes a device. Returns its name if it was there.
+    fn remove(&self, tap: &KeptTap) -> Option<String> {
         let KeptTap { device, netns, place, .. } = tap;
         // As configured, it was valid.
         let netns: Option<Netns> = netns.as_ref().and_then(|netns| netns.parse().ok());
         let place = place.as_ref();
         let name = place.map_or(device, |place| &place.name);
         match kept::remove_left(&self.mark, place, (device, netns.as_ref())) {
-            Ok(true) => tracing::info!("has removed device '{name}', which no interface has any more"),
+            Ok(true) => {
+                tracing::info!("has removed device '{name}', which no interface has any more");
+                return Some(name.clone());
+            }
             Ok(false) => {}
             Err(error) => {
                 tracing::warn!("cannot remove device '{name}', which no interface has any more: {error}")
             }
         }
+        None
     }
 
     fn is_settled(&self) -> bool {
@@ -227,12 +233,9 @@ fn read(file: &Path) -> io::Result<Vec<KeptTap>> {
     Ok(serde_json::from_slice(&text)?)
 }
 
-/// Removes the devices that a vnetd with this control socket has left, which must not run. True if it has left any.
-pub fn remove_left(control: &Path) -> bool {
-    let mut taps = KeptTaps::load(control, None);
-    let any = !taps.taps.is_empty();
-    taps.remove_all();
-    any
+/// Removes the devices that a vnetd with this control socket has left, which must not run, and lists those that were there.
+pub fn remove_left(control: &Path) -> Vec<String> {
+    KeptTaps::load(control, None).remove_all()
 }
 
 #[cfg(test)]

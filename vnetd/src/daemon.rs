@@ -36,6 +36,8 @@ use crate::take_over::{CONTROL, background, give};
 use crate::watchdog::notify;
 use crate::{events, follow, handlers, interface_watch, meetings, overlay, privileges, serve, watchdog};
 
+/// Default path of the configuration file.
+const CONFIG: &str = "/etc/vnet/vnet.toml";
 /// Mode of the control socket: only root and vnetd's own user may connect.
 const CONTROL_SOCKET_MODE: u32 = 0o600;
 
@@ -44,7 +46,7 @@ const CONTROL_SOCKET_MODE: u32 = 0o600;
 #[command(name = "vnetd", version, long_about = LONG_ABOUT, after_long_help = AFTER_HELP)]
 struct Args {
     /// Configuration file
-    #[arg(long, value_name = "FILE", default_value = "/etc/vnet/vnet.toml")]
+    #[arg(long, value_name = "FILE", default_value = CONFIG)]
     config: PathBuf,
 
     /// Check the configuration file and the certificates and keys that it names, and exit: nothing is changed
@@ -177,16 +179,20 @@ fn check(file: &Path) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Removes what a stopped vnetd has left. Without a configuration file: one with the default control socket.
+/// Removes what a stopped vnetd has left. Without the default configuration file: one with the default control socket.
 fn remove_taps(file: &Path) -> Result<(), Failure> {
-    let socket = match file.exists() {
-        true => config::load(file)?.desired.control.spec.socket,
-        false => CONTROL_SOCKET.into(),
+    let socket = if file == Path::new(CONFIG) && !file.exists() {
+        CONTROL_SOCKET.into()
+    } else {
+        config::load(file)?.desired.control.spec.socket
     };
     if vnet::unix::connect(&socket).is_ok() {
         return Err(format!("vnetd runs at '{}'; stop it first", socket.display()).into());
     }
-    kept::remove_left(&socket);
+    match &kept::remove_left(&socket)[..] {
+        [] => println!("the vnetd with control socket '{}' has left no TAP device", socket.display()),
+        removed => println!("removed: {}", removed.join(", ")),
+    }
     Ok(())
 }
 
