@@ -71,7 +71,10 @@ pub(super) enum May {
 
 impl FaultWatch {
     pub(super) fn new(device: Arc<Device>, queue: usize) -> FaultWatch {
-        FaultWatch { reader: Arc::new(Reader { device, queue }), suspected: false, burst: None }
+        let reader = Reader { device, queue };
+        // If the queue had another dispatcher before, its reader may be gone before it has read.
+        reader.pair().read_ahead.store(false, Release);
+        FaultWatch { reader: Arc::new(reader), suspected: false, burst: None }
     }
 
     /// What the dispatcher may take now.

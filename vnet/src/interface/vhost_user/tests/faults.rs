@@ -138,3 +138,13 @@ fn a_dispatcher_that_was_interrupted_suspects_nobody_for_long() {
     }
     assert!(!is_faulty(&host));
 }
+
+#[test]
+fn a_queue_that_gets_another_dispatcher_meanwhile_goes_on() {
+    let (mut host, mut guest) = connected();
+    host.interface.device.pairs[0].read_ahead.store(true, Relaxed);
+    transmit(&mut guest, 1);
+    assert!(host.receive().is_empty());
+    host.sources[0] = host.interface.clone().source(0);
+    assert_eq!(host.receive().len(), 1);
+}
