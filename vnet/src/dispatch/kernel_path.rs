@@ -39,7 +39,7 @@ use crate::interface::wire::Wire;
 use crate::interface::{Interface, KernelDevice, LeadsTo, headroom, veth, wire};
 use crate::kernel::{Destination, Kernel, Known, Sender, Target, Terms, now_ns};
 use crate::link::{Courier, Link, Tunnel};
-use crate::route::{Flow, INSTALLED_MS, Install, Installed, Learned, Router, Verdicts};
+use crate::route::{Answer, Flow, INSTALLED_MS, Install, Installed, Learned, Router, Verdicts};
 use crate::stats::PortStats;
 use crate::wire::vxlan::WIRE_PORT;
 
@@ -144,7 +144,8 @@ impl Ways {
         let downed: Vec<_> =
             self.ports.iter().flatten().filter(|way| way.is_down()).map(Way::stats).collect();
         if !downed.is_empty() {
-            kernel.flows().end(&downed);
+            // They come up, and are offered again.
+            let _ = kernel.flows().end(&downed);
         }
     }
 
@@ -171,7 +172,7 @@ impl Ways {
 }
 
 impl Install for Installer {
-    fn install(&self, flow: &Flow, verdict: &Installed) -> bool {
+    fn install(&self, flow: &Flow, verdict: &Installed) -> Answer {
         self.offered(flow, verdict, |known, sender, way, terms, is_sealed| {
             if is_sealed {
                 // There may be many, and the dispatcher has frames to forward: the renewer installs them.
@@ -187,7 +188,7 @@ impl Install for Installer {
 struct Renewing(Arc<Installer>);
 
 impl Install for Renewing {
-    fn install(&self, flow: &Flow, verdict: &Installed) -> bool {
+    fn install(&self, flow: &Flow, verdict: &Installed) -> Answer {
         let Installer { kernel, sealed, .. } = &*self.0;
         self.0.offered(flow, verdict, |known, sender, way, terms, is_sealed| {
             if is_sealed {
@@ -203,23 +204,24 @@ impl Install for Renewing {
 
 impl Installer {
     /// Gives `install` the flow of a verdict, and whether it is between stations at the ends of a sealed link: then the kernel may have
-    /// only the datagrams of their sessions. Returns false if the kernel will not take this flow.
+    /// only the datagrams of their sessions.
     fn offered(
         &self,
         flow: &Flow,
         verdict: &Installed,
         install: impl FnOnce(&Known, &Sender, &Destination, &Terms, bool),
-    ) -> bool {
+    ) -> Answer {
         let ways = self.setup.load();
-        let (Some(from), Some(to)) = (ways.get(flow.from), ways.get(verdict.to)) else { return false };
+        let (Some(from), Some(to)) = (ways.get(flow.from), ways.get(verdict.to)) else {
+            return Answer::Never;
+        };
         if verdict.generation != ways.generation || ways.checked[flow.from.index()] {
-            return false;
+            return Answer::Never;
         }
         let now_ms = now_ns().saturating_sub(self.started_ns) / NS_PER_MS;
         let way = match ways.way(from, to, flow.network, now_ms) {
-            None => return false,
-            // Offered again.
-            Some(Err(())) => return true,
+            None => return Answer::Never,
+            Some(Err(())) => return Answer::NotYet,
             Some(Ok(way)) => way,
         };
         let Installed { generation, buckets, versions, .. } = *verdict;
@@ -228,7 +230,7 @@ impl Installer {
         if let Way::Host(link) = from
             && !link.peer_may_send(network, src)
         {
-            return false;
+            return Answer::Never;
         }
         let known = Known { network, from: port, dst, src, datagram: None };
         let terms = Terms { until_ns, generation, buckets, versions };
@@ -239,7 +241,7 @@ impl Installer {
         }
         install(&known, &sender, &way, &terms, from.is_sealed() || to.is_sealed());
         // Refused ones are offered again, too.
-        true
+        Answer::Taken
     }
 }
 
@@ -498,7 +500,10 @@ impl KernelPath {
                     if let Some(wire) = &*wire.load() {
                         wire.tick(&kernel, now_ms);
                     }
-                    tunnels.tick(&kernel, now_ms);
+                    // By their new route.
+                    for flow in stations(tunnels.tick(&kernel, now_ms)) {
+                        router.renew(&flow, now_ms);
+                    }
                 }
                 if inherits && started.elapsed() > outlive {
                     inherits = false;
@@ -520,10 +525,13 @@ impl KernelPath {
 /// shows that its source is still there.
 fn in_use(kernel: &Kernel, now_ns: u64) -> HashSet<Flow> {
     let used = kernel.flows().sweep(now_ns, RENEW_AHEAD_NS).into_iter();
-    // The datagrams of two stations have one verdict.
-    used.filter(|(_, terms)| kernel.is_current(terms))
-        .map(|(Known { network, from, dst, src, .. }, _)| Flow { network, src, dst, from })
-        .collect()
+    stations(used.filter(|(_, terms)| kernel.is_current(terms)).map(|(flow, _)| flow))
+}
+
+/// The flows by their stations: the datagrams of two stations have one verdict.
+fn stations(flows: impl IntoIterator<Item = Known>) -> HashSet<Flow> {
+    let flow = |Known { network, from, dst, src, .. }| Flow { network, src, dst, from };
+    flows.into_iter().map(flow).collect()
 }
 
 /// Removes devices of a vnetd that has died and that this vnetd has not adopted.

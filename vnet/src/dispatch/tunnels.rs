@@ -17,7 +17,7 @@ use parking_lot::Mutex;
 use super::setup::Setup;
 use crate::interface::underlay::{self, Way};
 use crate::interface::wire::OVERHEAD;
-use crate::kernel::{AtUnderlay, Destination, End, Kernel, Peer, Sources, Target, Underlay};
+use crate::kernel::{AtUnderlay, Destination, End, Kernel, Known, Peer, Sources, Target, Underlay};
 use crate::link::{Link, Tunnel};
 use crate::wire::vxlan::WIRE_PORT;
 
@@ -194,7 +194,8 @@ impl Tunnels {
     }
 
     /// Looks up the routes to all hosts, attaches programs to their devices, and ends flows whose route, or path MTU to a VTEP, has changed.
-    pub(super) fn tick(&self, kernel: &Kernel, now_ms: u64) {
+    /// Lists those that were used lately: until they are decided anew, dispatchers forward them.
+    pub(super) fn tick(&self, kernel: &Kernel, now_ms: u64) -> Vec<Known> {
         let links = self.links.load();
         let is_ready = |link: &Link| link.is_wire_ready(now_ms) || link.vtep_sources().is_some();
         let mut ready: Vec<_> = links.iter().filter(|(_, link)| is_ready(link)).collect();
@@ -205,7 +206,7 @@ impl Tunnels {
         // Each route costs two requests to the kernel.
         let tick = self.ticks.fetch_add(1, Relaxed);
         if !ready.is_empty() && !tick.is_multiple_of(1 + links.len() / ROUTES_PER_TICK) {
-            return;
+            return vec![];
         }
         let found = ready.into_iter().filter_map(|(end, link)| Some((*end, self.road_to(*end, link)?)));
         let mut found: HashMap<_, _> = found.collect();
@@ -224,14 +225,12 @@ impl Tunnels {
         }
         let before = self.roads.swap(Arc::new(found.clone()));
         if *before == found {
-            return;
+            return vec![];
         }
         self.set_peers(kernel);
-        for (end, link) in &**links {
-            if before.get(end) != found.get(end) {
-                kernel.flows().end(&[link.stats()]);
-            }
-        }
+        let changed = links.iter().filter(|(end, _)| before.get(end) != found.get(end));
+        let to: Vec<_> = changed.map(|(_, link)| link.stats()).collect();
+        kernel.flows().end(&to)
     }
 
     /// The route to the other host of `link`. `None` also if datagrams of VXLAN links leave from another address than the route's.

@@ -133,7 +133,8 @@ impl WirePath {
                 }
                 Some(true) => tracing::info!(link = link.name(), "known flows of containers take the wire"),
                 Some(false) => {
-                    kernel.flows().end(&[link.stats()]);
+                    // vnetd forwards them from now on.
+                    let _ = kernel.flows().end(&[link.stats()]);
                     tracing::info!(
                         link = link.name(),
                         "vnetd forwards all frames: the other host does not receive the wire any more"

@@ -25,6 +25,9 @@ use crate::wire::ethernet::{HEADER_LEN, Mac, VLAN_TAG_LEN};
 /// Maximum number of flows charged to one port: a guest that scans the network uses a sixteenth of all.
 pub const FLOWS_PORT_MAX: u32 = 4096;
 
+/// A flow was used lately if it was within this time.
+const LATELY_NS: u64 = 1_000_000_000;
+
 /// First of the wire's source ports, and their number.
 const WIRE_SOURCES: (u16, u16) = (49_152, 16_384);
 
@@ -325,16 +328,25 @@ impl Flows {
         all
     }
 
-    /// Ends the flows to the ports with counters `to`. Programs that run at this moment may still follow them.
-    pub fn end(&self, to: &[&Arc<PortStats>]) {
+    /// Ends the flows to the ports with counters `to`, and lists those that were used lately. Programs that run at this moment may still
+    /// follow them.
+    pub fn end(&self, to: &[&Arc<PortStats>]) -> Vec<Known> {
+        let since_ns = super::now_ns().saturating_sub(LATELY_NS);
         let mut book = self.book.lock();
         // Sorted: many containers can be down while the map is full.
         let mut to: Vec<_> = to.iter().map(|stats| Arc::as_ptr(stats)).collect();
         to.sort_unstable();
         let leads = |slot: &Slot| to.binary_search(&Arc::as_ptr(&slot.to.stats)).is_ok();
-        let is_ended = |(at, slot): (&u32, &Slot)| leads(slot).then_some(*at);
-        let ended: Vec<u32> = book.slots.iter().filter_map(is_ended).collect();
-        ended.into_iter().for_each(|at| book.remove(at));
+        let is_ended = |(at, slot): (&u32, &Slot)| leads(slot).then_some((*at, slot.flow));
+        let ended: Vec<_> = book.slots.iter().filter_map(is_ended).collect();
+        let mut used = vec![];
+        for (at, flow) in ended {
+            book.remove(at);
+            if self.tallies.get()[at as usize].used_ns.load(Relaxed) > since_ns {
+                used.push(flow);
+            }
+        }
+        used
     }
 
     /// Number of installed flows, and of refused ones so far.

@@ -395,9 +395,9 @@ fn a_flow_to_another_host_takes_the_wire() {
     assert!(bench.takes(B, 60) && bench.takes(B, 1514));
     assert!(!bench.takes(B, 1500 + HEADER_LEN + 5));
     assert_eq!((bench.to.stats.out_frames.get(), bench.to.stats.out_bytes.get()), (2, 1574));
-    bench.kernel.flows().end(&[&Arc::default()]);
+    assert_eq!(bench.kernel.flows().end(&[&Arc::default()]), []);
     assert!(bench.takes(B, 60), "another link's flows have ended");
-    bench.kernel.flows().end(&[&bench.to.stats]);
+    assert_eq!(bench.kernel.flows().end(&[&bench.to.stats]).len(), 1, "it was in use");
     assert!(!bench.takes(B, 60));
     assert_eq!(bench.kernel.flows().len().0, 0);
 }

@@ -13,6 +13,8 @@ use crate::frame::PortId;
 /// Maximum lifetime of an offered verdict in milliseconds, both in the router's cache and at the receiver of the offer. The next
 /// frame that reaches the router after that time, or a renewal before it, makes a new offer.
 pub const INSTALLED_MS: u64 = 2000;
+/// The same for a verdict that the receiver cannot use yet. A dispatcher's cache full of such flows takes some percent of a core.
+const AGAIN_MS: u64 = 250;
 
 /// An offered verdict and the terms under which it stays valid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,11 +31,21 @@ pub struct Installed {
     pub versions: [u32; 2],
 }
 
+/// Answer to an offer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Answer {
+    /// The receiver forwards the flow until the verdict ends, unless it was full.
+    Taken,
+    /// The receiver may use the verdict soon.
+    NotYet,
+    /// The receiver cannot use it: the router does not offer the flow again while it is in the router's cache.
+    Never,
+}
+
 /// Receiver of offered verdicts.
 pub trait Install: Send + Sync {
-    /// Takes the router's verdict on `flow`. Returns false when the receiver cannot use it: the router then does not offer the
-    /// flow again while it is in the router's cache.
-    fn install(&self, flow: &Flow, verdict: &Installed) -> bool;
+    /// Takes the router's verdict on `flow`, if it can.
+    fn install(&self, flow: &Flow, verdict: &Installed) -> Answer;
 }
 
 /// Destination of a router's offers.
@@ -54,8 +66,10 @@ impl Verdicts {
         let until_ms = lease.until_ms.min(now_ms + INSTALLED_MS);
         let Lease { versions, buckets, .. } = *lease;
         let verdict = Installed { to, until_ms, generation: self.generation, buckets, versions };
-        if self.to.install(flow, &verdict) {
-            lease.until_ms = until_ms;
+        match self.to.install(flow, &verdict) {
+            Answer::Taken => lease.until_ms = until_ms,
+            Answer::NotYet => lease.until_ms = until_ms.min(now_ms + AGAIN_MS),
+            Answer::Never => {}
         }
     }
 }

@@ -40,7 +40,7 @@ use std::sync::Arc;
 
 pub use address_security::AddressGuard;
 pub use conflicts::Conflict;
-pub use install::{INSTALLED_MS, Install, Installed, Verdicts};
+pub use install::{Answer, INSTALLED_MS, Install, Installed, Verdicts};
 pub use learning::{
     FREEZE_MS, Held, Learned, LearnedEntry, LearnedStats, MOVES_MAX, MOVES_WINDOW_MS, Moved, VERSIONS,
     VersionMemory,
