@@ -29,6 +29,7 @@ pub mod interface;
 pub mod kernel;
 pub mod link;
 pub mod listen;
+mod loader;
 pub mod log_limit;
 #[cfg(test)]
 mod loomed;

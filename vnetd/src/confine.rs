@@ -1,8 +1,8 @@
 //! Confinement: before vnetd starts a thread or reads a foreign byte, it gives up what it never needs.
 //!
 //! *No new privileges* (prctl(2)) and *system calls by an allow list* (seccomp(2)), inherited by all threads. vnetd starts no
-//! program but its helper, which runs by then, traces no process, enters no namespace, mounts nothing, loads no kernel module, changes no
-//! user and sets no clock. Code that an attacker smuggles in cannot, either, even where vnetd runs as root without a service manager.
+//! program but its helper, which runs by then, traces no process, enters no namespace, mounts nothing, loads no kernel module or kernel
+//! program, changes no user and sets no clock. Code that an attacker smuggles in cannot, either, even where vnetd runs as root without a service manager.
 //! A call that is not in the list fails with EPERM. The helper's list also has what it does for vnetd.
 //!
 //! The kernel decides most calls by a bitmap (Linux 5.11); only those whose arguments are checked run the filter.
@@ -30,9 +30,11 @@ const NEW_NAMESPACES: u64 = (libc::CLONE_NEWNS
     | libc::CLONE_NEWUSER
     | libc::CLONE_NEWPID
     | libc::CLONE_NEWNET) as u32 as u64;
-/// Address families of sockets: local, IP, netlink, packet.
-const FAMILIES: [libc::c_int; 5] =
-    [libc::AF_UNIX, libc::AF_INET, libc::AF_INET6, libc::AF_NETLINK, libc::AF_PACKET];
+/// Address families of sockets: local, IP, netlink. The helper opens packet sockets, too.
+const FAMILIES: [libc::c_int; 4] = [libc::AF_UNIX, libc::AF_INET, libc::AF_INET6, libc::AF_NETLINK];
+/// Commands of bpf(2) (linux/bpf.h) on maps by their descriptors: look up, update, delete, next key, and information about the map. The
+/// helper makes maps, and loads and attaches programs.
+const ON_MAPS: [u64; 5] = [1, 2, 3, 4, 15];
 
 /// System calls that are allowed with any arguments.
 #[rustfmt::skip]
@@ -78,8 +80,6 @@ const ALLOWED: &[c_long] = &[
     libc::SYS_getsockname, libc::SYS_getsockopt, libc::SYS_listen, libc::SYS_recvfrom, libc::SYS_recvmmsg,
     libc::SYS_recvmsg, libc::SYS_sendmmsg, libc::SYS_sendmsg, libc::SYS_sendto, libc::SYS_setsockopt,
     libc::SYS_shutdown, libc::SYS_socketpair,
-    // Programs of the kernel's own path.
-    libc::SYS_bpf,
     // Answered by ENOSYS, see `allow_only`.
     libc::SYS_clone3,
 ];
@@ -147,10 +147,10 @@ fn allow_list(who: Who, otherwise: SeccompAction) -> Result<BpfProgram, BackendE
     let any = ALLOWED.iter().chain(ALLOWED_HERE).map(|call| (*call, vec![]));
     let mut rules: BTreeMap<_, _> = any.collect();
     let equal = |argument, value| bits(argument, u64::from(u32::MAX), value);
-    rules.insert(
-        libc::SYS_socket,
-        FAMILIES.iter().map(|family| equal(0, *family as u64)).collect::<Result<_, _>>()?,
-    );
+    let families = FAMILIES.iter().chain((who == Who::Helper).then_some(&libc::AF_PACKET));
+    let families = families.map(|family| equal(0, *family as u64)).collect::<Result<_, _>>()?;
+    rules.insert(libc::SYS_socket, families);
+    rules.insert(libc::SYS_bpf, ON_MAPS.iter().map(|command| equal(0, *command)).collect::<Result<_, _>>()?);
     // A new vnetd that has failed to take over is killed.
     rules.insert(libc::SYS_pidfd_send_signal, vec![equal(1, libc::SIGKILL as u64)?]);
     rules.insert(libc::SYS_clone, vec![bits(0, NEW_NAMESPACES, 0)?]);
@@ -161,6 +161,8 @@ fn allow_list(who: Who, otherwise: SeccompAction) -> Result<BpfProgram, BackendE
         // Only new mounts: no bind mount, move or change of propagation.
         rules.insert(libc::SYS_mount, vec![equal(3, 0)?]);
         rules.insert(libc::SYS_umount2, vec![]);
+        // Loads and attaches the programs of the kernel's own path.
+        rules.insert(libc::SYS_bpf, vec![]);
     }
     // Memory is writable or executable. The C library maps modules of its name service.
     let (write, execute) = (libc::PROT_WRITE as u64, libc::PROT_EXEC as u64);
@@ -215,6 +217,7 @@ mod tests {
                     ("setns", libc::syscall(libc::SYS_setns, 0, libc::CLONE_NEWNET)),
                     ("umount", libc::syscall(libc::SYS_umount2, path, 0)),
                     ("AF_VSOCK", libc::syscall(libc::SYS_socket, libc::AF_VSOCK, libc::SOCK_STREAM, 0)),
+                    ("AF_PACKET", libc::syscall(libc::SYS_socket, libc::AF_PACKET, libc::SOCK_RAW, 0)),
                     ("bind mount", libc::syscall(libc::SYS_mount, path, path, none, libc::MS_BIND, none)),
                 ]
             };
@@ -233,6 +236,33 @@ mod tests {
         })
         .join()
         .unwrap();
+    }
+
+    /// The error of a command of bpf(2) without arguments, on a thread of its own that is confined as `who`.
+    fn bpf_error(who: Who, command: u64) -> Option<i32> {
+        let call = move || {
+            allow_only(who, SeccompAction::Errno(libc::EACCES as u32)).unwrap();
+            // SAFETY: the kernel reads no byte of the arguments.
+            failed(unsafe { libc::syscall(libc::SYS_bpf, command, std::ptr::null::<u8>(), 0) })
+        };
+        std::thread::spawn(call).join().unwrap()
+    }
+
+    /// EACCES is the list's refusal; the kernel refuses a call without arguments by another error.
+    #[test]
+    fn only_the_helper_loads_programs() {
+        const MAP_CREATE: u64 = 0;
+        const PROG_LOAD: u64 = 5;
+        const OBJ_GET: u64 = 7;
+        const MAP_GET_FD_BY_ID: u64 = 14;
+        const LINK_CREATE: u64 = 28;
+        for command in [MAP_CREATE, PROG_LOAD, OBJ_GET, MAP_GET_FD_BY_ID, LINK_CREATE] {
+            assert_eq!(bpf_error(Who::Vnetd, command), Some(libc::EACCES), "{command}");
+            assert_ne!(bpf_error(Who::Helper, command), Some(libc::EACCES), "{command}");
+        }
+        for command in ON_MAPS {
+            assert_ne!(bpf_error(Who::Vnetd, command), Some(libc::EACCES), "{command}");
+        }
     }
 
     #[test]

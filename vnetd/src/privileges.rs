@@ -7,20 +7,22 @@ use std::process::Command;
 
 use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabilities};
 use vnet::helper;
+use vnet::kernel::maps_need_cap_bpf;
 
 use crate::confine;
 
-/// Capabilities that vnetd keeps, if it has them: for devices and addresses; packet sockets; BPF programs and maps, whose memory counts as
-/// locked on Linux 5.10 (SYS_RESOURCE); real-time priority; locked memory; owners of sockets; ports below 1024.
+/// Capabilities that vnetd keeps, if it has them: for devices and addresses; real-time priority; locked memory; owners of sockets; ports
+/// below 1024. Only the helper loads programs and opens packet sockets.
 const KEPT: CapabilitySet = CapabilitySet::NET_ADMIN
-    .union(CapabilitySet::NET_RAW)
-    .union(CapabilitySet::BPF)
-    .union(CapabilitySet::PERFMON)
-    .union(CapabilitySet::SYS_RESOURCE)
     .union(CapabilitySet::SYS_NICE)
     .union(CapabilitySet::IPC_LOCK)
     .union(CapabilitySet::CHOWN)
     .union(CapabilitySet::NET_BIND_SERVICE);
+
+/// What vnetd keeps on this kernel: before Linux 5.19 also what bpf(2) takes for maps that the helper has made.
+fn kept() -> CapabilitySet {
+    if maps_need_cap_bpf() { KEPT | CapabilitySet::BPF } else { KEPT }
+}
 
 /// Starts the helper, drops the other capabilities, and confines this process. Call it before any thread starts.
 ///
@@ -31,10 +33,10 @@ pub fn separate() -> Result<(), String> {
     helper::start(Command::new("/proc/self/exe").arg0("vnetd").arg("--helper")).map_err(failed)?;
     let drop_others = || {
         let CapabilitySets { effective, permitted, .. } = capabilities(None)?;
-        let inheritable = CapabilitySet::empty();
+        let (inheritable, kept) = (CapabilitySet::empty(), kept());
         set_capabilities(
             None,
-            CapabilitySets { effective: effective & KEPT, permitted: permitted & KEPT, inheritable },
+            CapabilitySets { effective: effective & kept, permitted: permitted & kept, inheritable },
         )
     };
     drop_others().map_err(|error| format!("cannot drop capabilities that only the helper needs: {error}"))?;

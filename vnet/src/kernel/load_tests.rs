@@ -35,7 +35,7 @@ fn a_kernel_that_is_too_old_is_told_in_one_line() {
         |code| MapError::CreateError { name: "tallies".into(), io_error: io::Error::from_raw_os_error(code) };
     for (code, why) in [(libc::EINVAL, "Invalid argument"), (libc::EPERM, "Operation not permitted")] {
         // As the loader reports it.
-        let text = KernelError::from(aya::EbpfError::MapError(refused(code))).to_string();
+        let text = KernelError::Load(in_one_line(&aya::EbpfError::MapError(refused(code)))).to_string();
         let want = format!(
             "the kernel takes no programs: map error: failed to create map `tallies`: {why} (os error {code}); it needs Linux \
              5.10, CAP_BPF, CAP_PERFMON and CAP_NET_ADMIN"

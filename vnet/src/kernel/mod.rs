@@ -32,7 +32,8 @@
 //! Between the ends of a netkit pair, `from_container` runs instead of `from_guest`, while the container sends.
 //!
 //! - *Programs* (`programs/`, in C, one file per hook) look up flows. Frames without a flow come up to vnetd, as if there were no
-//!   programs. The object is checked in, so a build needs no clang.
+//!   programs. The object is checked in, so a build needs no clang. `loader/` loads and attaches them, in vnetd's helper if there is one:
+//!   here are only descriptors of maps and of links.
 //! - *Flows* (`flows.rs`): verdicts with one destination, installed by the dispatchers' routers. A verdict holds while the
 //!   table's generation and two versions of learned addresses are current, and until its lease ends. Programs compare all
 //!   three for each frame, in memory shared with vnetd (`mapping.rs`): one store ends any number of flows.
@@ -55,7 +56,6 @@ mod load_tests;
 mod mapping;
 #[cfg(test)]
 mod neighbour_tests;
-mod netkit;
 mod pins;
 #[cfg(test)]
 mod pins_tests;
@@ -73,16 +73,13 @@ mod vtep_tests;
 use std::collections;
 use std::io;
 use std::ops::Deref;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use aya::maps::{HashMap, Map, MapData};
-use aya::programs::SchedClassifier;
-use aya::programs::links::LinkOrder;
 use aya::util::KernelVersion;
-use aya::{Ebpf, EbpfLoader, include_bytes_aligned};
 use parking_lot::Mutex;
-use rustix::process::{Resource, Rlimit, setrlimit};
 use rustix::time::{ClockId, clock_gettime};
 
 pub use flows::{
@@ -93,14 +90,14 @@ pub use shared::{End, FLOWS_MAX, Known, VERSIONS, WireHead};
 pub(crate) use succession::forget;
 
 use crate::frame::{Origin, PortId};
+use crate::helper::programs::Programs;
+use crate::loader::{Attach, By, OBJECT, Pin, filter, in_one_line, is_at_least};
 use crate::wire::ethernet::Mac;
-use hooks::{Hook, attach_filter, attach_link};
+use hooks::Hook;
 use mapping::Mapping;
 use pins::Pins;
 use shared::{PeerKey, PeerValue, PortValue, State};
 
-/// The compiled programs.
-static OBJECT: &[u8] = include_bytes_aligned!("programs/forward.o");
 /// First kernel with tcx links, which end with the process that made them.
 const TCX: KernelVersion = KernelVersion::new(6, 6, 0);
 /// membarrier(2): `MEMBARRIER_CMD_GLOBAL`.
@@ -120,47 +117,10 @@ pub enum KernelError {
     Device(String, String),
 }
 
-impl From<aya::EbpfError> for KernelError {
-    fn from(error: aya::EbpfError) -> KernelError {
-        KernelError::Load(in_one_line(&error))
-    }
-}
-
-impl From<aya::programs::ProgramError> for KernelError {
-    fn from(error: aya::programs::ProgramError) -> KernelError {
-        KernelError::Load(in_one_line(&error))
-    }
-}
-
 impl From<aya::maps::MapError> for KernelError {
     fn from(error: aya::maps::MapError) -> KernelError {
         KernelError::Load(in_one_line(&error))
     }
-}
-
-impl KernelError {
-    /// The error of a program that the kernel refused at a device.
-    fn at(self, device: &str) -> KernelError {
-        match self {
-            KernelError::Load(error) => KernelError::Device(device.into(), error),
-            error => error,
-        }
-    }
-}
-
-/// An error and its causes. The verifier's log, which has lines, is left out.
-fn in_one_line(error: &dyn std::error::Error) -> String {
-    let mut line = String::new();
-    for error in std::iter::successors(Some(error), |error| error.source()) {
-        let text = error.to_string();
-        let text = text.lines().next().unwrap_or_default();
-        // Some errors of aya contain the text of their cause.
-        if !line.ends_with(text) {
-            line += if line.is_empty() { "" } else { ": " };
-            line += text;
-        }
-    }
-    line
 }
 
 /// A guest's device with programs at the host's end, or a local network's.
@@ -200,7 +160,7 @@ pub struct AtUnderlay {
 
 /// The programs of a host, loaded.
 pub struct Kernel {
-    programs: Mutex<Ebpf>,
+    programs: Programs,
     ports: Mutex<HashMap<MapData, u32, PortValue>>,
     peers: Mutex<HashMap<MapData, PeerKey, PeerValue>>,
     state: Mapping<State>,
@@ -221,8 +181,6 @@ impl Kernel {
     /// # Errors
     /// As the variants of [`KernelError`].
     pub fn load(pins: Option<&PinOptions>) -> Result<Arc<Kernel>, KernelError> {
-        // Kernels before 5.11 charge maps to the limit of locked memory. Newer ones ignore it.
-        let _ = setrlimit(Resource::Memlock, Rlimit { current: None, maximum: None });
         let pins = pins.ok_or_else(|| "nothing is to be pinned".to_string());
         Kernel::load_at(
             pins.and_then(|options| Pins::open(options, OBJECT).map_err(|error| error.to_string())),
@@ -230,29 +188,16 @@ impl Kernel {
     }
 
     fn load_at(pins: Result<Pins, String>) -> Result<Arc<Kernel>, KernelError> {
-        let mut loader = EbpfLoader::new();
-        let has_coarse_clock = u32::from(is_at_least(KernelVersion::new(5, 11, 0)));
-        loader.override_global("has_coarse_clock", &has_coarse_clock, true);
-        if let Ok(pins) = &pins {
-            for map in pins::MAPS {
-                loader.map_pin_path(map, pins.map(map));
-            }
-        }
-        let mut programs = loader.load(OBJECT)?;
-        for (_, program) in programs.programs_mut() {
-            <&mut SchedClassifier>::try_from(program)?.load()?;
-        }
-        let mut take = |name: &str| programs.take_map(name).ok_or_else(|| lacks(name));
-        let (flows, tallies, ports, peers, state) =
-            (take("flows")?, take("tallies")?, take("ports")?, take("peers")?, take("state")?);
-        let state = memory(&state, 1)?;
-        let flows = Flows::new(HashMap::try_from(flows)?, memory(&tallies, FLOWS_MAX as usize)?);
-        let ports: HashMap<_, u32, PortValue> = HashMap::try_from(ports)?;
+        let loaded = Programs::load(pins.as_ref().ok().map(Pins::folder));
+        let (programs, maps) = loaded.map_err(|error| KernelError::Load(error.to_string()))?;
+        let [flows, peers, ports, state, tallies] = maps;
+        let state = Mapping::new(state, 1)?;
+        let flows = Flows::new(HashMap::try_from(map(flows)?)?, Mapping::new(tallies, FLOWS_MAX as usize)?);
+        let ports: HashMap<_, u32, PortValue> = HashMap::try_from(map(ports)?)?;
         let links = pins.iter().flat_map(Pins::devices);
         let unclaimed = Mutex::new(ports.keys().flatten().chain(links).collect());
         let unclaimed_underlay = Mutex::new(pins.iter().flat_map(Pins::underlay_devices).collect());
-        let (programs, ports) = (Mutex::new(programs), Mutex::new(ports));
-        let peers = Mutex::new(HashMap::try_from(peers)?);
+        let (peers, ports) = (Mutex::new(HashMap::try_from(map(peers)?)?), Mutex::new(ports));
         Ok(Arc::new(Kernel {
             programs,
             ports,
@@ -354,19 +299,17 @@ impl Kernel {
     /// Attaches the programs to a netkit pair by its host's end. `None` if the kernel refuses the pair's own hook: then they run at
     /// the host's end, as those of a veth, one queue later.
     fn attach_pair(&self, host: &(String, u32)) -> Result<Option<Vec<Hook>>, KernelError> {
-        let pin = self.pins.as_ref().ok().map(|pins| pins.link(host.1));
-        let is_pinned = pin.is_some();
-        let mut programs = self.programs.lock();
-        let hook = match netkit::attach(classifier(&mut programs, "from_container")?, host.1, pin) {
+        let pin = self.pins.as_ref().ok().map(|_| Pin::Link);
+        let hook = match self.attach_by("from_container", host, By::Pair, pin) {
             Ok(hook) => hook,
             Err(error) => {
-                tracing::info!("device '{}' takes no program of netkit: {error}", host.0);
+                tracing::info!("no program of netkit: {error}");
                 return Ok(None);
             }
         };
         // Takes the frames when the link ends with its pin's file system, or with vnetd if there is no pin.
-        let filter = attach_filter(classifier(&mut programs, "from_guest")?, &host.0);
-        let filter = if is_pinned { filter.ok() } else { Some(filter.map_err(|error| error.at(&host.0))?) };
+        let filter = self.attach_by("from_guest", host, By::Filter, None);
+        let filter = if pin.is_some() { filter.ok() } else { Some(filter?) };
         Ok(Some([hook].into_iter().chain(filter).collect()))
     }
 
@@ -386,12 +329,9 @@ impl Kernel {
         let mut attached = self.claim([host.1, tap.1]);
         attached.hooks.extend(self.attach_program("ends", tap, Stays::Never)?);
         self.set_port(device, origin)?;
-        let mut programs = self.programs.lock();
-        let program = classifier(&mut programs, "from_lan")?;
-        let pin = self.pins.as_ref().ok().map(|pins| pins.link(host.1));
+        let pin = self.pins.as_ref().ok().map(|_| Pin::Link);
         // Other programs of the device get what this one leaves to the host.
-        let hook = attach_link(program, &host.0, pin, LinkOrder::first());
-        attached.hooks.push(hook.map_err(|error| error.at(&host.0))?);
+        attached.hooks.push(self.attach_by("from_lan", host, By::FirstLink, pin)?);
         Ok(attached)
     }
 
@@ -477,23 +417,33 @@ impl Kernel {
         device: &(String, u32),
         stays: Stays,
     ) -> Result<Vec<Hook>, KernelError> {
-        let refused = |error: KernelError| error.at(&device.0);
-        let mut programs = self.programs.lock();
-        let program = classifier(&mut programs, name)?;
-        let pin = self.pins.as_ref().ok().and_then(|pins| match stays {
-            Stays::Never => None,
-            Stays::Pinned => Some(pins.underlay(device.1)),
-            Stays::Always => Some(pins.link(device.1)),
-        });
+        let pin = self.pins.as_ref().ok().and(stays.pin());
         if !is_at_least(TCX) || stays == Stays::Always && pin.is_none() {
-            return Ok(vec![attach_filter(program, &device.0).map_err(refused)?]);
+            return Ok(vec![self.attach_by(name, device, By::Filter, None)?]);
         }
-        let mut hooks = vec![attach_link(program, &device.0, pin, LinkOrder::default()).map_err(refused)?];
+        let mut hooks = vec![self.attach_by(name, device, By::Link, pin)?];
         if stays == Stays::Always {
             // The pin ends with its file system, for example with vnetd's mount namespace. Then this filter takes the frames.
-            hooks.extend(attach_filter(program, &device.0));
+            hooks.extend(self.attach_by(name, device, By::Filter, None));
         }
         Ok(hooks)
+    }
+
+    fn attach_by(
+        &self,
+        program: &str,
+        device: &(String, u32),
+        by: By,
+        pin: Option<Pin>,
+    ) -> Result<Hook, KernelError> {
+        let refused = |error: io::Error| KernelError::Device(device.0.clone(), error.to_string());
+        let attach = Attach { program: program.into(), device: device.clone(), by, pin };
+        let link = self.programs.attach(&attach).map_err(refused)?;
+        Ok(match (link, pin, &self.pins) {
+            (Some(link), ..) => Hook::Held { _link: link },
+            (None, Some(pin), Ok(pins)) => Hook::Pinned(pins.link(pin, device.1)),
+            _ => Hook::Filter { _filter: filter(&device.0).map_err(refused)? },
+        })
     }
 }
 
@@ -520,10 +470,14 @@ enum Stays {
     Always,
 }
 
-/// A program of the object.
-fn classifier<'a>(programs: &'a mut Ebpf, name: &str) -> Result<&'a mut SchedClassifier, KernelError> {
-    let program = programs.program_mut(name).ok_or_else(|| lacks(name))?;
-    Ok(program.try_into()?)
+impl Stays {
+    fn pin(self) -> Option<Pin> {
+        match self {
+            Stays::Never => None,
+            Stays::Pinned => Some(Pin::Underlay),
+            Stays::Always => Some(Pin::Link),
+        }
+    }
 }
 
 /// The state's versions, for the router to keep its versions in.
@@ -541,8 +495,10 @@ fn check_lan(device: &str, version: KernelVersion) -> Result<(), KernelError> {
     if version >= TCX { Ok(()) } else { Err(refused()) }
 }
 
-fn is_at_least(version: KernelVersion) -> bool {
-    KernelVersion::current().map_or(true, |kernel| kernel >= version)
+/// Whether the kernel refuses maps to a process without CAP_BPF even by their descriptors, if the administrator has set
+/// kernel.unprivileged_bpf_disabled: before Linux 5.19 (commit c8644cd0efe7).
+pub fn maps_need_cap_bpf() -> bool {
+    !is_at_least(KernelVersion::new(5, 19, 0))
 }
 
 /// CLOCK_MONOTONIC in nanoseconds, which programs read, too.
@@ -551,14 +507,9 @@ pub(crate) fn now_ns() -> u64 {
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }
 
-fn lacks(name: &str) -> KernelError {
-    KernelError::Memory(io::Error::other(format!("the object has no '{name}'")))
-}
-
-/// The memory of an array.
-fn memory<T: mapping::Shared>(map: &Map, count: usize) -> Result<Mapping<T>, KernelError> {
-    let Map::Array(data) = map else { return Err(lacks("array")) };
-    Ok(Mapping::new(data.fd(), count)?)
+/// A map of the programs by its descriptor.
+fn map(descriptor: OwnedFd) -> Result<Map, KernelError> {
+    Ok(Map::from_map_data(MapData::from_fd(descriptor)?)?)
 }
 
 /// Programs at a pair of devices. Dropping detaches them.

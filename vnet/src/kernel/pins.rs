@@ -11,31 +11,23 @@
 //! never reuses.
 
 use std::fs::File;
-use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use rustix::fs::{FlockOperation, flock, statfs};
+use rustix::fs::{FlockOperation, flock};
 use rustix::net::{AddressFamily, SocketType, socket};
 
 use crate::helper;
 use crate::listen::until;
+use crate::loader::{FOLDER, LINK, MAPS, Pin, UNDERLAY, is_bpffs, maps_folder};
 
-/// linux/magic.h
-const BPF_FS_MAGIC: u64 = 0xcafe_4a11;
 /// Files that the kernel may make in a new BPF file system (CONFIG_BPF_PRELOAD).
 const PRELOADED: [&str; 2] = ["maps.debug", "progs.debug"];
 /// asm-generic/socket.h, since Linux 5.14.
 const SO_NETNS_COOKIE: libc::c_int = 71;
-/// Prefixes of the links' files.
-const LINK: &str = "link-";
-const UNDERLAY: &str = "underlay-";
-
-/// The programs' maps.
-pub(super) const MAPS: [&str; 5] = ["flows", "peers", "ports", "state", "tallies"];
 
 /// How established flows outlive vnetd.
 #[derive(Clone, Debug, Default)]
@@ -59,7 +51,7 @@ impl PinOptions {
     /// The folder of this host in the calling thread's network namespace.
     fn folder(&self) -> io::Result<PathBuf> {
         // A bpffs rejects names with dots.
-        Ok(self.bpffs.join("vnet").join(format!("{}-{:x}", self.host.replace('.', ":"), namespace()?)))
+        Ok(self.bpffs.join(FOLDER).join(format!("{}-{:x}", self.host.replace('.', ":"), namespace()?)))
     }
 
     /// True if a vnetd that has died has left pinned objects.
@@ -71,19 +63,11 @@ impl PinOptions {
 /// This host's folder, locked.
 pub(super) struct Pins {
     folder: PathBuf,
-    maps: PathBuf,
     /// True if the maps existed, with the flows of a vnetd that has died.
     pub(super) adopted: bool,
     lock: File,
     /// The BPF file system if this vnetd has mounted it.
     mounted: Option<PathBuf>,
-}
-
-/// The name of the folder of maps for programs of this `object`.
-fn version(object: &[u8]) -> String {
-    let mut hasher = DefaultHasher::new();
-    object.hash(&mut hasher);
-    format!("{:016x}", hasher.finish())
 }
 
 impl Pins {
@@ -101,19 +85,19 @@ impl Pins {
         locked.map_err(|_| {
             io::Error::other(format!("another vnetd of this host's name uses '{}'", folder.display()))
         })?;
-        let maps = folder.join(version(object));
+        let maps = maps_folder(&folder, object);
         let adopted = MAPS.iter().all(|name| maps.join(name).exists());
         // Attached programs keep maps of other versions alive until the programs are replaced.
         for other in entries(&folder)?.filter(|path| path.is_dir() && (*path != maps || !adopted)) {
             std::fs::remove_dir_all(other)?;
         }
         std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&maps)?;
-        let pins = Pins { folder, maps, adopted, lock, mounted };
+        let pins = Pins { folder, adopted, lock, mounted };
         if !adopted {
             // Nobody ends the flows that these programs follow.
             pins.underlay_devices()
                 .into_iter()
-                .for_each(|device| _ = std::fs::remove_file(pins.underlay(device)));
+                .for_each(|device| _ = std::fs::remove_file(pins.link(Pin::Underlay, device)));
         }
         Ok(pins)
     }
@@ -136,14 +120,14 @@ impl Pins {
                 "'{place}' of the running vnetd is not there; start this vnetd in the same mount namespace"
             )));
         }
-        let maps = folder.join(version(object));
+        let maps = maps_folder(&folder, object);
         if !MAPS.iter().all(|name| maps.join(name).exists()) {
             return Err(io::Error::other(
                 "the running vnetd has other kernel programs than this version; restart it instead of a take-over",
             ));
         }
         let mounted = mounted.then(|| options.bpffs.clone());
-        Ok(Pins { folder, maps, adopted: true, lock: lock.into(), mounted })
+        Ok(Pins { folder, adopted: true, lock: lock.into(), mounted })
     }
 
     /// The folder's lock, and whether this vnetd has mounted the file system.
@@ -151,19 +135,14 @@ impl Pins {
         (self.lock.as_fd(), self.mounted.is_some())
     }
 
-    /// File of a map.
-    pub(super) fn map(&self, name: &str) -> PathBuf {
-        self.maps.join(name)
+    /// This host's folder.
+    pub(super) fn folder(&self) -> &Path {
+        &self.folder
     }
 
     /// File of the program's link at a device.
-    pub(super) fn link(&self, device: u32) -> PathBuf {
-        self.folder.join(format!("{LINK}{device}"))
-    }
-
-    /// File of the program's link at a device of the underlay.
-    pub(super) fn underlay(&self, device: u32) -> PathBuf {
-        self.folder.join(format!("{UNDERLAY}{device}"))
+    pub(super) fn link(&self, pin: Pin, device: u32) -> PathBuf {
+        pin.file(&self.folder, device)
     }
 
     /// vnetd's devices that have links here.
@@ -215,8 +194,7 @@ fn mount(folder: &Path) -> io::Result<bool> {
             "cannot mount a bpffs at '{place}': {error}; mount one, and name it by bpffs"
         ))
     };
-    let is_bpffs = || statfs(folder).is_ok_and(|stat| stat.f_type as u64 & 0xffff_ffff == BPF_FS_MAGIC);
-    if is_bpffs() {
+    if is_bpffs(folder) {
         return Ok(false);
     }
     if !folder.is_dir() {
@@ -227,7 +205,7 @@ fn mount(folder: &Path) -> io::Result<bool> {
     // lock it, so the wait is bounded.
     let lock = File::open(folder).map_err(fail)?;
     let locked = until(|| flock(&lock, FlockOperation::NonBlockingLockExclusive), |_| true).is_ok();
-    if is_bpffs() {
+    if is_bpffs(folder) {
         return Ok(false);
     }
     if !locked {

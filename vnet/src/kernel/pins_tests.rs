@@ -4,6 +4,7 @@ use std::path::Path;
 
 use super::tests::kernel;
 use super::*;
+use crate::loader::MAPS;
 
 /// A bpffs of one test, unmounted when dropped.
 struct Bpffs(tempfile::TempDir);
@@ -84,9 +85,9 @@ fn every_map_is_pinned() {
     if kernel().is_none() {
         return;
     }
-    let programs = EbpfLoader::new().load(OBJECT).unwrap();
+    let programs = aya::EbpfLoader::new().load(OBJECT).unwrap();
     // Constants belong to the loaded programs: those of the next vnetd have their own.
     let mut maps: Vec<_> = programs.maps().map(|(name, _)| name).filter(|name| *name != ".rodata").collect();
     maps.sort_unstable();
-    assert_eq!(maps, pins::MAPS);
+    assert_eq!(maps, MAPS);
 }

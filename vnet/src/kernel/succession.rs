@@ -9,7 +9,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::pins::{PinOptions, Pins};
-use super::{Kernel, KernelError, OBJECT};
+use super::{Kernel, KernelError};
+use crate::loader::{OBJECT, Pin};
 
 impl Kernel {
     /// Loads the programs on the maps of the running vnetd, which hands over the `lock` of its pins, and whether it has `mounted` their file
@@ -61,7 +62,7 @@ impl Kernel {
     pub fn forget_unclaimed(&self) -> collections::HashSet<u32> {
         let underlay = std::mem::take(&mut *self.unclaimed_underlay.lock());
         if let Ok(pins) = &self.pins {
-            underlay.iter().for_each(|device| _ = std::fs::remove_file(pins.underlay(*device)));
+            underlay.iter().for_each(|device| _ = std::fs::remove_file(pins.link(Pin::Underlay, *device)));
         }
         let unclaimed = std::mem::take(&mut *self.unclaimed.lock());
         let mut ports = self.ports.lock();
@@ -69,7 +70,7 @@ impl Kernel {
             // Either entry is absent if that vnetd died while it attached or detached.
             let _ = ports.remove(device);
             if let Ok(pins) = &self.pins {
-                let _ = std::fs::remove_file(pins.link(*device));
+                let _ = std::fs::remove_file(pins.link(Pin::Link, *device));
             }
         }
         unclaimed

@@ -37,10 +37,12 @@ impl Kernel {
         self.ports.lock().insert(LOOPBACK, port, 0).unwrap();
         let mut frame = [&dst.0[..], &src.0, &[0x08, 0]].concat();
         frame.resize(60, 0);
-        let mut programs = self.programs.lock();
-        let program: &mut SchedClassifier = programs.program_mut("from_guest").unwrap().try_into().unwrap();
+        let mut programs = self.programs.own();
         let options = TestRunOptions { data_in: Some(&frame), ..TestRunOptions::new() };
-        assert_eq!(program.test_run(options).unwrap().return_value, TC_ACT_REDIRECT);
+        assert_eq!(
+            programs.program("from_guest").unwrap().test_run(options).unwrap().return_value,
+            TC_ACT_REDIRECT
+        );
     }
 }
 
@@ -79,9 +81,9 @@ pub(crate) fn own_network() -> bool {
 #[test]
 fn only_netkit_pairs_have_their_hook() {
     let Some(kernel) = kernel() else { return };
-    let mut programs = kernel.programs.lock();
-    let program = classifier(&mut programs, "from_container").unwrap();
-    assert!(netkit::attach(program, LOOPBACK, None).is_err());
+    let refused = kernel.attach_by("from_container", &("lo".into(), LOOPBACK), By::Pair, None);
+    let text = refused.err().unwrap().to_string();
+    assert!(text.starts_with("device 'lo' takes no programs: ") && text.contains("os error"), "{text}");
 }
 
 /// A kernel whose loopback device is a guest's, with what `program` says to a frame.
@@ -117,8 +119,7 @@ impl Bench {
         const GSO_SIZE_AT: usize = 176;
         let mut context = [0; 192];
         context[GSO_SIZE_AT..GSO_SIZE_AT + 4].copy_from_slice(&gso_size.to_ne_bytes());
-        let mut programs = self.kernel.programs.lock();
-        let program: &mut SchedClassifier = programs.program_mut(program).unwrap().try_into().unwrap();
+        let mut programs = self.kernel.programs.own();
         let mut room = vec![0; frame.len() + 256];
         let options = TestRunOptions {
             data_in: Some(frame),
@@ -126,7 +127,7 @@ impl Bench {
             ctx_in: Some(&context),
             ..TestRunOptions::new()
         };
-        let result = program.test_run(options).unwrap();
+        let result = programs.program(program).unwrap().test_run(options).unwrap();
         let len = result.data_size_out as usize;
         room.truncate(len);
         (result.return_value, room)

@@ -31,14 +31,15 @@ const FRAME_WAY: [&str; 5] = ["source.rs", "interface", "dispatch", "link", "ker
 const LONG_FUNCTIONS: [(&str, &str, &str); 0] = [];
 
 /// The rooms of the data plane that each room may name. `wire` may name no room, `dispatch` all of them.
-const ROOMS: [(&str, &[&str]); 20] = [
+const ROOMS: [(&str, &[&str]); 21] = [
     ("wire", &[]),
     ("poll", &[]),
     ("stats", &[]),
     ("scratch", &[]),
     ("copy", &[]),
     ("unix", &["inherit"]),
-    ("helper", &[]),
+    ("loader", &[]),
+    ("helper", &["loader"]),
     ("netlink", &["helper"]),
     ("log_limit", &[]),
     ("listen", &[]),
@@ -81,7 +82,7 @@ const ROOMS: [(&str, &[&str]); 20] = [
         ],
     ),
     ("capture", &["frame", "wire", "stats"]),
-    ("kernel", &["frame", "wire", "stats", "listen", "helper"]),
+    ("kernel", &["frame", "wire", "stats", "listen", "helper", "loader"]),
     (
         "dispatch",
         &[
