@@ -3,11 +3,13 @@
 //! The sessions, their keyring and the keys themselves are the real ones: datagrams are encrypted and decrypted. Replay windows are
 //! std's here; they have a model of their own (`replay_model.rs`).
 
+use std::time::Instant;
+
 use loom::cell::UnsafeCell;
 use loom::sync::Arc as Shared;
 use loom::thread;
 
-use super::session_tests::info;
+use super::session_tests::{HOUR, info};
 use super::{aead, identity, keepalive};
 use crate::alone;
 use crate::loomed::{Mutex, explore};
@@ -97,6 +99,14 @@ fn rekey(pair: &Pair) {
     assert!(pair.responder.switch(1));
 }
 
+/// CONFIRM is lost: the responder switches once a datagram has used the new key.
+fn unconfirmed_rekey(pair: &Pair) {
+    assert!(pair.responder.accept(session(Role::Responder, 1)));
+    assert!(pair.initiator.accept(session(Role::Initiator, 1)));
+    assert!(pair.initiator.switch(1));
+    pair.responder.expire(Instant::now(), HOUR);
+}
+
 /// Epochs that open, and the one that seals.
 fn epochs(keyring: &Keyring) -> (Vec<u8>, Option<u8>) {
     let open = (0..4).filter(|epoch| keyring.opening(*epoch).is_some());
@@ -168,6 +178,7 @@ fn one_handshake_at_a_time() {
 fn a_datagram_finds_its_key_during_a_rekey() {
     alone("link::sealed::session_model::a_datagram_finds_its_key_during_a_rekey", || {
         explore(bound(2, 3), || traffic(rekey));
+        explore(bound(2, 3), || traffic(unconfirmed_rekey));
     });
 }
 
