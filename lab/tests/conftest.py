@@ -23,6 +23,7 @@ LONG = [
     "take_over",
     "take_over_guests",
     "kills",
+    "hot_plug",
     "faults",
     "mtu",
     "bad_input",

@@ -69,11 +69,13 @@ def command(
     msix: bool = False,
     device: str = "",
     memory: str = "",
+    dimms: str = "",
     place: str = "",
 ) -> list[str]:
     """A guest's QEMU command line; vnetd serves its network device unless `netdev` replaces it.
 
     `netdev` must name its back end "net"; `device` and `memory` are additional properties of network device and memory.
+    `dimms` is room for memory that is plugged later, as QEMU's -m has it: "slots=1,maxmem=1G".
     `place` stands before the suffixes of QEMU's files, for a second QEMU of the same guest (`migration`).
     QEMU 7.2 crashes under TCG when a vhost-user device uses MSI-X; other back ends may use it.
     """
@@ -92,7 +94,7 @@ def command(
     return [
         QEMU,
         *("-name", f"{guest.lab}-{guest.name},debug-threads=on", "-nodefaults", "-no-user-config", "-display", "none"),
-        *("-machine", "pc", *accelerator(), "-smp", str(queues), "-m", image.memory),
+        *("-machine", "pc", *accelerator(), "-smp", str(queues), "-m", f"{image.memory}{_more(dimms)}"),
         *("-qmp", f"unix:{guest.file(f'{place}.qmp')},server=on,wait=off"),
         *("-kernel", str(image.kernel), "-initrd", str(image.initramfs), "-append", options),
         # vhost-user: the guest's memory is shared with vnetd.

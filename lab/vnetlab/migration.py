@@ -6,17 +6,16 @@ the machine.
 """
 
 import contextlib
-import json
 import socket
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 from vnetlab import daemon, guest, lab, process
 from vnetlab.channel import PORTS
+from vnetlab.monitor import Monitor
 from vnetlab.run import LabError, progress, wait_until
 from vnetlab.topology import Kind, Node, Topology
 
@@ -47,45 +46,6 @@ class Migrated:
     """How long the machine stood still."""
     mib: int
     """Memory and state transferred."""
-
-
-class Monitor:
-    """A connection to QEMU's monitor (QMP)."""
-
-    def __init__(self, path: Path) -> None:
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.settimeout(START_S)
-        self._socket.connect(str(path))
-        self._lines = self._socket.makefile("rb")
-        self._answer()
-        self.ask("qmp_capabilities")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._lines.close()
-        self._socket.close()
-
-    def ask(self, command: str, **arguments: object) -> dict:
-        """Runs a command; returns its answer. Raises LabError if QEMU refuses it or exits."""
-        words = {"execute": command, "arguments": {name.replace("_", "-"): value for name, value in arguments.items()}}
-        try:
-            self._socket.sendall(json.dumps(words).encode() + b"\n")
-            answer = self._answer()
-        except OSError as error:
-            raise LabError(f"QEMU does not answer '{command}': {error}") from error
-        if "error" in answer:
-            raise LabError(f"QEMU refuses '{command}': {answer['error']['desc']}")
-        return answer["return"]
-
-    def _answer(self) -> dict:
-        """The next message that is no event."""
-        while line := self._lines.readline():
-            message = json.loads(line)
-            if "event" not in message:
-                return message
-        raise OSError("it has exited")
 
 
 def host_of(topology: Topology, machine: Node) -> Node:

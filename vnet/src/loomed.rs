@@ -17,7 +17,7 @@ pub(crate) fn explore(preemptions: usize, model: impl Fn() + Sync + Send + 'stat
 }
 
 /// parking_lot's mutex.
-#[derive(Default)]
+#[derive(Debug, Default)]
 pub(crate) struct Mutex<T>(loom::sync::Mutex<T>);
 
 /// A locked [`Mutex`]; empty only inside [`Condvar::wait`].
@@ -68,10 +68,37 @@ impl Condvar {
     }
 }
 
-/// arc_swap's pointer: a swap releases, a load acquires. Its reclamation of values is not modelled: they live as long as it does.
+/// parking_lot's lock for readers and writers.
+#[derive(Debug, Default)]
+pub(crate) struct RwLock<T>(loom::sync::RwLock<T>);
+
+pub(crate) type RwLockReadGuard<'a, T> = loom::sync::RwLockReadGuard<'a, T>;
+
+impl<T> RwLock<T> {
+    pub(crate) fn read(&self) -> RwLockReadGuard<'_, T> {
+        self.0.read().unwrap()
+    }
+
+    pub(crate) fn write(&self) -> loom::sync::RwLockWriteGuard<'_, T> {
+        self.0.write().unwrap()
+    }
+}
+
+/// arc_swap's borrowed pointer: here a counted one.
+pub(crate) type Guard<T> = T;
+
+/// arc_swap's pointer: a swap or store releases, a load acquires. Its reclamation of values is not modelled: they live as long as it
+/// does.
+#[derive(Debug)]
 pub(crate) struct ArcSwap<T> {
     current: AtomicUsize,
     values: std::sync::Mutex<Vec<Arc<T>>>,
+}
+
+impl<T: Default> Default for ArcSwap<T> {
+    fn default() -> ArcSwap<T> {
+        ArcSwap::from_pointee(T::default())
+    }
 }
 
 impl<T> ArcSwap<T> {
@@ -85,6 +112,14 @@ impl<T> ArcSwap<T> {
         let new = values.len() - 1;
         drop(values);
         self.value(self.current.swap(new, Ordering::AcqRel))
+    }
+
+    pub(crate) fn store(&self, value: Arc<T>) {
+        drop(self.swap(value));
+    }
+
+    pub(crate) fn load(&self) -> Guard<Arc<T>> {
+        self.load_full()
     }
 
     pub(crate) fn load_full(&self) -> Arc<T> {

@@ -245,6 +245,8 @@ impl Machine {
     fn change_memory(&mut self, station: &Station) {
         paint(&self.dimm, 0..DIMM_LEN);
         self.frontend.add_mem_region(&self.dimm.region(DIMM_AT)).unwrap();
+        // The test's own mappings, and vnet's: otherwise their end would prove nothing.
+        assert_eq!(guest_mappings(), 4);
         self.move_buffers(Place::Dimm);
         self.move_buffers(Place::Main);
         canaries(0, DIMM_LEN).for_each(|page| assert_painted(&self.dimm, page, "a canary page"));

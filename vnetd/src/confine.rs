@@ -265,11 +265,16 @@ mod tests {
         }
     }
 
+    /// With `VNET_TEST_PROGRAMS` (`make test`), the machine must have Landlock.
     #[test]
     fn a_thread_that_opens_no_files_keeps_what_it_has() {
         let mut open = std::fs::File::open("/proc/self/status").unwrap();
         std::thread::spawn(move || {
-            if !matches!(open_none(), Ok(RulesetStatus::FullyEnforced | RulesetStatus::PartiallyEnforced)) {
+            let status = open_none();
+            if !matches!(status, Ok(RulesetStatus::FullyEnforced | RulesetStatus::PartiallyEnforced)) {
+                let needed = std::env::var_os("VNET_TEST_PROGRAMS").is_some();
+                assert!(!needed, "Landlock does not work here: {status:?}");
+                eprintln!("not tested: Landlock does not work here: {status:?}");
                 return;
             }
             assert!(std::fs::File::open("/proc/self/status").is_err());

@@ -7,7 +7,7 @@ use rustls::pki_types::CertificateDer;
 use super::*;
 use crate::frame::PortId;
 use crate::link::sealed::pki::Pki;
-use crate::link::sealed::session;
+use crate::link::sealed::session_tests;
 use crate::link::{ANYWHERE, LinkKind, LinkOptions, Security};
 use crate::stats::DiscardReason;
 use crate::wire::native::Header;
@@ -49,12 +49,12 @@ fn pair() -> [Arc<Link>; 2] {
 
 /// Seals a datagram like a dispatcher.
 fn seal(link: &Link) -> Vec<u8> {
-    session::tests::seal(link).expect("a key")
+    session_tests::seal(link).expect("a key")
 }
 
 /// Opens one like a dispatcher.
 fn open(link: &Link, datagram: &[u8]) -> Result<(), DiscardReason> {
-    session::tests::open(link, datagram.to_vec())
+    session_tests::open(link, datagram.to_vec())
 }
 
 fn number(datagram: &[u8]) -> u64 {

@@ -30,11 +30,20 @@ mod replay_proofs;
 mod replay_tests;
 pub(in crate::link) mod roaming;
 pub(in crate::link) mod session;
+#[cfg(test)]
+mod session_model;
+#[cfg(test)]
+mod session_proofs;
+#[cfg(test)]
+pub(in crate::link) mod session_tests;
 pub mod signature_algorithms;
 pub(in crate::link) mod source_table;
 
-/// The replay window is built from these; its model takes loom's.
+/// The replay window and sessions are built from these; their models take loom's.
 mod sync {
-    pub(super) use std::sync::atomic::AtomicU64;
-    pub(super) use std::sync::atomic::Ordering::Relaxed;
+    pub(super) use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+    pub(super) use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
+
+    pub(super) use arc_swap::{ArcSwap, Guard};
+    pub(super) use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 }

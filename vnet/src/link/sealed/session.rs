@@ -13,28 +13,28 @@
 //! arrived, so a rekey under traffic loses nothing. Dispatchers use a [`Keyring`], which is replaced as a whole.
 //!
 //! When a new vnetd takes over, the sessions go on there (link/succession.rs). From [`Seal::begin_hand_over`] on, no thread of this
-//! process seals or changes sessions: each does so within a [`Turn`], and there are none any more. Dispatchers seal without a turn;
-//! they stand still before.
+//! process seals, adds sessions or switches to one: each does so within a [`Turn`], and there are none any more. Dispatchers seal
+//! without a turn; they stand still before.
 
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use arc_swap::{ArcSwap, Guard};
 use aws_lc_rs::{hkdf, hmac};
-use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 use rustls::pki_types::CertificateDer;
 use zeroize::Zeroizing;
 
 use super::aead::{MATERIAL_LEN, OpeningKey, SealingKey};
 use super::identity::{CertificateInfo, Claims};
 use super::keepalive::{Clock, Keepalive};
+use super::sync::{
+    Acquire, ArcSwap, AtomicBool, AtomicU32, Guard, Mutex, Relaxed, Release, RwLock, RwLockReadGuard,
+};
 use crate::link::state::{LinkState, StateLog};
 
 /// How long keys still open datagrams after newer keys have replaced them.
 pub(in crate::link) const OVERLAP: Duration = Duration::from_secs(5);
 /// How long the initiator may take to use newly agreed keys.
-const PENDING_MAX: Duration = Duration::from_secs(15);
+pub(super) const PENDING_MAX: Duration = Duration::from_secs(15);
 
 /// Keying material of the exporter: the initiator's key and salt, then the responder's.
 pub(in crate::link) type Exported = [u8; 2 * MATERIAL_LEN];
@@ -179,6 +179,27 @@ pub(in crate::link) struct Keyring {
 }
 
 impl Keyring {
+    /// The keys of these sessions.
+    pub(super) fn of(sessions: &[Session]) -> Keyring {
+        let mut keyring = Keyring::default();
+        for session in sessions {
+            keyring.opening[usize::from(session.epoch)] = Some(session.opening.clone());
+            if matches!(session.stage, Stage::Retired(_)) {
+                keyring.retired |= 1 << session.epoch;
+            }
+            if session.stage == Stage::Current {
+                keyring.tag = session.tags.0;
+                keyring.sealing = Some(session.sealing.clone());
+                keyring.claims = session.claims.clone();
+            }
+        }
+        if keyring.sealing.is_none() {
+            // There are only pending sessions: their certificate already limits the peer.
+            keyring.claims = sessions.last().and_then(|session| session.claims.clone());
+        }
+        keyring
+    }
+
     /// The sealing key, if it may seal datagrams from number `next` on.
     #[inline]
     pub(in crate::link) fn sealing(&self, next: u64) -> Option<&SealingKey> {
@@ -374,7 +395,8 @@ impl Seal {
         }
     }
 
-    /// Discards the sessions that `keep` refuses. Returns true when the sealing session was among them.
+    /// Discards the sessions that `keep` refuses. Returns true when the sealing session was among them. Needs no turn: should the next
+    /// vnetd fail, this one must not go on with what it has refused meanwhile.
     pub(in crate::link) fn retain(&self, mut keep: impl FnMut(&Session) -> bool) -> bool {
         let mut sessions = self.sessions.lock();
         let had = sessions.iter().any(|session| session.stage == Stage::Current);
@@ -384,22 +406,11 @@ impl Seal {
     }
 
     fn publish(&self, sessions: &[Session]) {
-        let mut keyring = Keyring::default();
-        for session in sessions {
-            keyring.opening[usize::from(session.epoch)] = Some(session.opening.clone());
-            if matches!(session.stage, Stage::Retired(_)) {
-                keyring.retired |= 1 << session.epoch;
-            }
-            if session.stage == Stage::Current {
-                keyring.tag = session.tags.0;
-                keyring.sealing = Some(session.sealing.clone());
-                keyring.claims = session.claims.clone();
-            }
-        }
-        if keyring.sealing.is_none() {
-            // There are only pending sessions: their certificate already limits the peer.
-            keyring.claims = sessions.last().and_then(|session| session.claims.clone());
-        }
+        self.replace(Keyring::of(sessions));
+    }
+
+    /// Call with the sessions locked: else the keyring of an earlier change may replace that of a later one.
+    pub(super) fn replace(&self, keyring: Keyring) {
         self.keyring.store(Arc::new(keyring));
         self.changed.store(true, Relaxed);
     }
@@ -557,10 +568,3 @@ pub struct SealView {
     /// Round trip in microseconds, measured by keepalives.
     pub rtt_us: Option<u32>,
 }
-
-#[cfg(test)]
-#[path = "session_model.rs"]
-mod model;
-#[cfg(test)]
-#[path = "session_tests.rs"]
-pub(in crate::link) mod tests;

@@ -1,14 +1,19 @@
-use super::*;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::aead::TAG_LEN;
+use super::identity::{CertificateInfo, Claims};
+use super::keepalive::KEEPALIVE_LEN;
+use super::session::*;
 use crate::frame::PortId;
 use crate::link::fake::{Faults, Random, Wire};
-use crate::link::sealed::aead::TAG_LEN;
-use crate::link::sealed::keepalive::KEEPALIVE_LEN;
+use crate::link::state::LinkState;
 use crate::link::{Link, LinkOptions, Security, first_number};
 use crate::stats::DiscardReason;
 use crate::wire::native::{HEADER_LEN, Header, Kind};
 use std::collections::HashSet;
 
-fn info() -> CertificateInfo {
+pub(super) fn info() -> CertificateInfo {
     CertificateInfo {
         names: vec!["peer".into()],
         claims: Claims::default(),
