@@ -4,15 +4,16 @@
 //! a front end can make vnetd lose the pages again and again: it replaces the memory, or punches holes into the file behind it. Frames in 250
 //! pieces, each in a page of its own, then take a millisecond each, and everybody else on the dispatcher waits.
 //!
-//! So a dispatcher times each burst of a guest. After one that took too long, it counts the page faults of the next one. If there were many,
-//! the queue is *faulty* for [`FAULTY`]: a thread of its interface ([`SlowWork`]) reads a byte of each page of the waiting frames, and
-//! then the dispatcher takes them, one in a turn. The thread rests as the interface's allowance says.
+//! So a dispatcher times each burst of a guest. After one that took too long, it counts the page faults of the next ones, for [`SUSPECTED`].
+//! If a burst has many, or a few that take long (of huge pages, or from swap), the queue is *faulty* for [`FAULTY`]: a thread of its
+//! interface ([`SlowWork`]) reads a byte of each page of the waiting frames, and then the dispatcher takes them, one in a turn. The thread
+//! rests as the interface's allowance says.
 //!
 //! ```text
-//!             a burst took long             many page faults
-//!   ordinary ------------------> suspected ------------------> faulty
-//!       ^                            |                            |
-//!       +------ few page faults -----+---- few, for 10 s ---------+
+//!             a burst took long             page faults
+//!   ordinary ------------------> suspected -------------> faulty
+//!       ^                            |                       |
+//!       +--------- after 1 s --------+---- none for 10 s ----+
 //! ```
 //!
 //! Frames *to* a guest are copied into its pages by whoever sends them; these page faults are not treated.
@@ -25,7 +26,7 @@ use std::time::{Duration, Instant};
 
 use super::queue_pairs::{Device, Pair};
 use super::slow_work::Slow;
-use super::usage::{now_ms, page_faults};
+use super::usage::{Faults, now_ms};
 use super::vring::Running;
 use crate::frame::Batch;
 use crate::interface::virtqueue::Buffer;
@@ -33,12 +34,16 @@ use crate::interface::virtqueue::net::look_ahead;
 
 /// How long a queue stays faulty after the last time that it had many page faults.
 const FAULTY: Duration = Duration::from_secs(10);
-/// A burst takes no longer than this, and a nanosecond for each 2 bytes of its cost: several times what copying takes.
+/// How long a queue is suspected.
+const SUSPECTED: Duration = Duration::from_secs(1);
+/// A burst takes no longer than this, and a nanosecond for each 4 bytes of its cost: more than copying takes. Page faults take no longer.
 const LONG: Duration = Duration::from_micros(200);
-/// More page faults in a burst are many. Together they take about 0.2 ms.
+/// More page faults in a burst are many.
 const MANY: u64 = 64;
 /// More page faults in a frame whose pages were read before are many, too: the guest has them taken away meanwhile.
-const MANY_AGAIN: u64 = 16;
+const MANY_AGAIN: u64 = 32;
+/// Most chains whose pages are read at a time: their descriptors are read with the queue locked.
+const AHEAD: usize = 16;
 /// Charged for such a frame, so that the interface's thread rests for a second.
 const FINE: Duration = Duration::from_millis(150);
 const PAGE: usize = 4096;
@@ -46,8 +51,10 @@ const PAGE: usize = 4096;
 /// Watches the page faults of a transmit queue, for its dispatcher.
 pub(super) struct FaultWatch {
     reader: Arc<Reader>,
-    /// The last burst took long.
-    suspected: bool,
+    /// Until then, after a burst that took long.
+    suspected_until: Option<Instant>,
+    /// The guest has had pages taken away that were read.
+    lost_again: bool,
     /// Start of the burst, and how long it may take.
     burst: Option<(Instant, Duration)>,
 }
@@ -65,6 +72,8 @@ pub(super) enum May {
     TakeAll,
     /// One frame: the pages of so many were read.
     TakeOne,
+    /// Nothing: no frame waits.
+    TakeNone,
     /// Nothing before the pages of the waiting frames are read.
     Wait,
 }
@@ -74,18 +83,24 @@ impl FaultWatch {
         let reader = Reader { device, queue };
         // If the queue had another dispatcher before, its reader may be gone before it has read.
         reader.pair().read_ahead.store(false, Release);
-        FaultWatch { reader: Arc::new(reader), suspected: false, burst: None }
+        FaultWatch { reader: Arc::new(reader), suspected_until: None, lost_again: false, burst: None }
     }
 
     /// What the dispatcher may take now.
     #[inline]
-    pub(super) fn may(&self, running: &mut Running) -> May {
+    pub(super) fn may(&mut self, running: &mut Running) -> May {
         if !self.reader.pair().is_faulty() {
             return May::TakeAll;
         }
-        // A broken ring is taken from, to find it broken.
-        let is_empty = running.ring.ensure(1) == Ok(0);
-        if running.pages_read > 0 || is_empty { May::TakeOne } else { May::Wait }
+        if std::mem::take(&mut self.lost_again) {
+            running.pages_read = 0;
+        }
+        match running.ring.ensure(1) {
+            Ok(0) => May::TakeNone,
+            Ok(_) if running.pages_read == 0 => May::Wait,
+            // A broken ring is taken from, to find it broken.
+            Ok(_) | Err(_) => May::TakeOne,
+        }
     }
 
     /// Has the pages of the waiting frames read. Until then, [`Pair::is_read`] is true. Call it without the queue's lock.
@@ -107,9 +122,9 @@ impl FaultWatch {
     #[inline]
     pub(super) fn begin<R>(&mut self, may: May, batch: &mut Batch, take: impl FnOnce(&mut Batch) -> R) -> R {
         let start = Instant::now();
-        let result =
-            if may == May::TakeAll && !self.suspected { take(batch) } else { self.count(may, batch, take) };
-        let most = LONG + Duration::from_nanos(batch.cost() / 2);
+        let is_ordinary = may == May::TakeAll && self.suspected_until.is_none_or(|until| start >= until);
+        let result = if is_ordinary { take(batch) } else { self.count(may, batch, take) };
+        let most = LONG + Duration::from_nanos(batch.cost() / 4);
         self.burst = (!batch.is_empty()).then_some((start, most));
         result
     }
@@ -117,27 +132,30 @@ impl FaultWatch {
     /// Ends the burst.
     #[inline]
     pub(super) fn end(&mut self) {
-        if let Some((start, most)) = self.burst.take() {
-            self.suspected |= start.elapsed() > most;
+        if let Some((start, most)) = self.burst.take()
+            && let now = Instant::now()
+            && now - start > most
+        {
+            self.suspected_until = Some(now + SUSPECTED);
         }
     }
 
     #[cold]
     fn count<R>(&mut self, may: May, batch: &mut Batch, take: impl FnOnce(&mut Batch) -> R) -> R {
-        let before = page_faults();
+        let before = Faults::now();
         let result = take(batch);
         for segment in batch.frames().iter().flat_map(|frame| batch.segments(frame)) {
             // SAFETY: the memory of a batch's segments stays readable until the batch is cleared.
             unsafe { read_pages(segment.as_ptr(), segment.len()) };
         }
-        let count = page_faults() - before;
-        self.suspected = false;
-        let pair = self.reader.pair();
-        if may != May::TakeAll && count > MANY_AGAIN {
+        let (count, time) = before.since();
+        let is_long = count > 0 && time > LONG;
+        if may != May::TakeAll && (is_long || count > MANY_AGAIN) {
+            self.lost_again = true;
             self.reader.device.signals.slow.allowance.charge(FINE);
-            pair.set_faulty();
-        } else if count > MANY {
-            pair.set_faulty();
+        }
+        if is_long || count > MANY {
+            self.reader.pair().set_faulty();
         }
         result
     }
@@ -153,9 +171,9 @@ impl Slow for Reader {
     fn carry_out(&self) {
         let pair = self.pair();
         let mut buffers: Vec<Buffer> = vec![];
-        let before = page_faults();
+        let before = Faults::now();
         let looked = pair.transmit.lock().vring.running().map(|running| {
-            let count = look_ahead(&mut running.ring, &mut buffers);
+            let count = look_ahead(&mut running.ring, AHEAD, &mut buffers);
             (count, running.ring.memory().clone())
         });
         if let Some((count, memory)) = looked {
@@ -169,7 +187,8 @@ impl Slow for Reader {
                 running.pages_read = count;
             }
         }
-        if page_faults() - before > MANY {
+        let (count, time) = before.since();
+        if count > MANY || count > 0 && time > LONG {
             pair.set_faulty();
         }
         pair.read_ahead.store(false, Release);

@@ -104,6 +104,11 @@ impl Session {
         Ok(checked_eventfd(file)?.map(|file| Event::new(file, self.device.signals.clone())))
     }
 
+    /// Notifies the guest on all queues.
+    pub(super) fn notify(&self) {
+        self.device.change_all(|vring| _ = vring.notify());
+    }
+
     fn set_regions(&mut self, regions: Vec<Arc<Region>>) -> Result<()> {
         let memory = GuestMemory::new(regions).map_err(|e| refuse(e.to_string()))?;
         self.common.memory = Some(Arc::new(memory));

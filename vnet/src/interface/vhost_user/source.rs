@@ -93,6 +93,7 @@ impl Source for GuestSource {
             May::TakeAll => {}
             // The first frame spends it.
             May::TakeOne => batch.set_budget(1),
+            May::TakeNone => return nothing,
             May::Wait => {
                 drop(locked);
                 self.faults.read_ahead();
@@ -157,8 +158,11 @@ impl Source for GuestSource {
     }
 
     fn resume(&mut self) {
-        let kicks = self.pair().transmit.lock().vring.disarm();
-        self.device.stats.kicks.add(kicks);
+        // Nothing was armed while pages are read, and the reader may hold the lock.
+        if !self.pair().is_read() {
+            let kicks = self.pair().transmit.lock().vring.disarm();
+            self.device.stats.kicks.add(kicks);
+        }
     }
 
     fn polls(&self) -> bool {

@@ -150,6 +150,8 @@ impl Waiting {
                     let _ = session.set_vring_kick(index as u8, kick);
                 }
             }
+            // A signal may have waited for the other vnetd's own thread.
+            session.notify();
         }
         connection
     }

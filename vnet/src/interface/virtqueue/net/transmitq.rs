@@ -152,11 +152,11 @@ pub fn take(
 }
 
 /// Appends the readable buffers of chains that wait in a transmitq, of each chain as much as a frame may have. The chains stay in the ring.
-/// Returns their number, at most [`BATCH_MAX`].
-pub fn look_ahead(ring: &mut Ring, buffers: &mut Vec<Buffer>) -> usize {
+/// Returns their number, at most `max`.
+pub fn look_ahead(ring: &mut Ring, max: usize, buffers: &mut Vec<Buffer>) -> usize {
     let mut looked = 0;
     // Whoever takes from a broken ring finds it broken.
-    for _ in 0..ring.ensure(BATCH_MAX).unwrap_or(0) {
+    for _ in 0..ring.ensure(max).unwrap_or(0) {
         let Ok(Some(head)) = ring.next() else { break };
         looked += 1;
         let before = buffers.len();
