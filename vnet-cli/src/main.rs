@@ -57,31 +57,29 @@ fn run(args: &Args) -> Result<(), Failure> {
         Command::Link(LinkCommand::List) => vnet.list("/v1/links", show::links),
         Command::Route(RouteCommand::List) => vnet.list("/v1/routes", show::routes),
         Command::Interface(InterfaceCommand::Add(add)) => {
-            vnet.send(Client::post, "/v1/interfaces", &add.request(), |_: api::Interface| {
+            vnet.add("/v1/interfaces", &add.request(), |_: api::Interface| {
                 format!("interface {} added\n", add.name())
             })
         }
         Command::Interface(InterfaceCommand::Set { name, settings }) => {
             let settings: serde_json::Map<_, _> = settings.iter().cloned().collect();
             let path = format!("/v1/interfaces/{}", client::encode(name));
-            vnet.send(Client::patch, &path, &settings.into(), |changed| show::interfaces(&vec![changed]))
+            vnet.change(&path, &settings.into(), |changed| show::interfaces(&vec![changed]))
         }
         Command::Interface(InterfaceCommand::Timeline(timeline)) => {
             vnet.ask(&timeline.path(), timeline::show)
         }
         Command::Link(LinkCommand::Add(add)) => {
-            vnet.send(Client::post, "/v1/links", &add.request(), |_: api::Link| {
-                format!("link {} added\n", add.name())
-            })
+            vnet.add("/v1/links", &add.request(), |_: api::Link| format!("link {} added\n", add.name()))
         }
         Command::Route(RouteCommand::Add(add)) => {
-            vnet.send(Client::post, "/v1/routes", &add.request(), |route: api::Route| {
+            vnet.add("/v1/routes", &add.request(), |route: api::Route| {
                 format!("route {} added\n", route.index)
             })
         }
         Command::Route(RouteCommand::Move { mac, to, network }) => {
             let request = json!({ "dst": mac, "to": to.to_string(), "network": network });
-            vnet.send(Client::patch, "/v1/routes", &request, |moved| show::routes(&moved))
+            vnet.change("/v1/routes", &request, |moved| show::routes(&moved))
         }
         Command::Interface(InterfaceCommand::Del { name }) => {
             vnet.remove("interface", "/v1/interfaces", name)
@@ -114,12 +112,16 @@ fn run(args: &Args) -> Result<(), Failure> {
     }
 }
 
+fn body(request: &Value) -> Vec<u8> {
+    request.to_string().into_bytes()
+}
+
 struct Vnet<'a> {
     client: Client<'a>,
     json: bool,
 }
 
-impl<'a> Vnet<'a> {
+impl Vnet<'_> {
     /// GETs an answer and prints it.
     fn list<T: DeserializeOwned>(&self, path: &str, show: impl Fn(&T) -> String) -> Result<(), Failure> {
         let answer = self.client.get(path)?;
@@ -132,16 +134,32 @@ impl<'a> Vnet<'a> {
         self.print(&answer, |answer| Ok(show(&read(answer)?)))
     }
 
-    /// POSTs or PATCHes a request and prints the answer.
-    fn send<T: DeserializeOwned>(
+    /// POSTs a request and prints the answer.
+    fn add<T: DeserializeOwned>(
         &self,
-        send: impl FnOnce(&Client<'a>, &str, Vec<u8>) -> Result<Vec<u8>, ClientError>,
         path: &str,
         request: &Value,
         show: impl Fn(T) -> String,
     ) -> Result<(), Failure> {
-        let answer = send(&self.client, path, request.to_string().into_bytes())?;
-        self.print(&answer, |answer| Ok(show(read(answer)?)))
+        self.answered(self.client.post(path, body(request)), show)
+    }
+
+    /// PATCHes a request and prints the answer.
+    fn change<T: DeserializeOwned>(
+        &self,
+        path: &str,
+        request: &Value,
+        show: impl Fn(T) -> String,
+    ) -> Result<(), Failure> {
+        self.answered(self.client.patch(path, body(request)), show)
+    }
+
+    fn answered<T: DeserializeOwned>(
+        &self,
+        answer: Result<Vec<u8>, ClientError>,
+        show: impl Fn(T) -> String,
+    ) -> Result<(), Failure> {
+        self.print(&answer?, |answer| Ok(show(read(answer)?)))
     }
 
     fn remove(&self, object: &str, path: &str, name: &str) -> Result<(), Failure> {

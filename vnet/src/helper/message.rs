@@ -52,6 +52,8 @@ pub(super) enum Request {
     NamespaceWith(u64, u64),
     /// Loads the kernel programs, on the maps in a host's folder of a bpffs if there is one. The answer has the maps.
     LoadPrograms(Option<PathBuf>),
+    /// Looks whether a process maps the passed file only privately. The answer is an error if it does not (EEXIST), or if that is unknown.
+    MapsPrivately(i32),
     /// Attaches one of them to a device of vnetd's own namespace. The answer has the link, unless it is pinned or a filter.
     Attach(Attach),
 }
@@ -111,6 +113,7 @@ impl Request {
             Request::OwnPackets => (8, vec![]),
             Request::LoadPrograms(folder) => (9, folder.as_deref().map_or(vec![], path)),
             Request::Attach(attach) => (10, encode_attach(attach)),
+            Request::MapsPrivately(pid) => (11, pid.to_ne_bytes().to_vec()),
         };
         [vec![what], argument].concat()
     }
@@ -136,6 +139,7 @@ impl Request {
             (8, []) => Request::OwnPackets,
             (9, folder) => Request::LoadPrograms((!folder.is_empty()).then(path)),
             (10, attach) => Request::Attach(decode_attach(attach)?),
+            (11, pid) => Request::MapsPrivately(i32::from_ne_bytes(pid.try_into().ok()?)),
             _ => return None,
         })
     }

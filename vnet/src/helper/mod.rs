@@ -14,6 +14,7 @@
 //! `message.rs` has the messages, `serve.rs` the helper's loop, `work.rs` what it does. The helper ends when vnetd's end is closed, for
 //! whatever reason.
 
+mod mappings;
 mod message;
 pub(crate) mod programs;
 #[cfg(test)]
@@ -192,6 +193,15 @@ pub fn unmount(folder: &Path) -> io::Result<()> {
     match HELPER.get() {
         Some(helper) => helper.ask(&Request::Unmount(folder.into()), None).map(drop),
         None => unmount_bpffs(folder),
+    }
+}
+
+/// `Some(true)` if process `pid` maps `file` only privately, `Some(false)` if it shares the file; `None` if that is unknown.
+pub fn maps_privately(pid: i32, file: &File) -> Option<bool> {
+    let Some(helper) = HELPER.get() else { return mappings::maps_privately(pid, file) };
+    match helper.ask(&Request::MapsPrivately(pid), Some(file.as_fd())) {
+        Ok(_) => Some(true),
+        Err(error) => (error.raw_os_error() == Some(libc::EEXIST)).then_some(false),
     }
 }
 

@@ -3,7 +3,11 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::mpsc::channel;
+use std::thread::JoinHandle;
+use std::time::Duration;
 
+use super::mappings::maps_privately;
 use super::message::{Kind, REQUEST_MAX, Request, encode_answer, receive, send};
 use super::work::{
     disable_ipv6_here, entered, find_namespace, make_namespace, mount_bpffs, open_namespace, open_tun,
@@ -11,10 +15,13 @@ use super::work::{
 };
 use crate::loader::Loaded;
 
+/// How long the helper reads a process's mappings: the process may block that, and vnetd waits.
+const READ_WITHIN: Duration = Duration::from_millis(200);
+
 /// The helper: carries out requests that arrive at `socket`, until its other end is closed.
 pub fn serve(socket: &OwnedFd) {
     let mut room = vec![0; REQUEST_MAX];
-    let mut worker = Worker { programs: None };
+    let mut worker = Worker::default();
     loop {
         let done = match receive(socket, &mut room) {
             Ok((0, _)) => return,
@@ -34,12 +41,26 @@ pub fn serve(socket: &OwnedFd) {
 }
 
 /// The helper's work, and what it remembers from one request to the next.
+#[derive(Default)]
 struct Worker {
+    /// The last thread that has read mappings.
+    reading: Option<JoinHandle<()>>,
     /// The kernel programs, from the time when vnetd has asked for them.
     programs: Option<Loaded>,
 }
 
 impl Worker {
+    /// See [`super::maps_privately`]. Unknown, too, while a process blocks it.
+    fn maps_privately(&mut self, pid: i32, file: File) -> Option<bool> {
+        if self.reading.as_ref().is_some_and(|thread| !thread.is_finished()) {
+            return None;
+        }
+        let (found, is_found) = channel();
+        let read = move || _ = found.send(maps_privately(pid, &file));
+        self.reading = std::thread::Builder::new().spawn(read).ok();
+        is_found.recv_timeout(READ_WITHIN).ok().flatten()
+    }
+
     /// Carries out a request. Returns the descriptors that answer it.
     fn carry_out(&mut self, request: Request, namespace: Option<OwnedFd>) -> io::Result<Vec<OwnedFd>> {
         let namespace = || namespace.map(File::from).ok_or(io::Error::from(io::ErrorKind::InvalidInput));
@@ -61,6 +82,11 @@ impl Worker {
                 self.programs = Some(programs);
                 Ok(maps.into())
             }
+            Request::MapsPrivately(pid) => match self.maps_privately(pid, namespace()?) {
+                Some(true) => Ok(vec![]),
+                Some(false) => Err(io::Error::from_raw_os_error(libc::EEXIST)),
+                None => Err(io::Error::from_raw_os_error(libc::ENOENT)),
+            },
             Request::Attach(attach) => {
                 let none = || io::Error::other("no programs are loaded");
                 self.programs

@@ -55,6 +55,7 @@ fn requests_arrive_as_they_were_sent() {
         Request::Mount(path()),
         Request::Unmount(path()),
         Request::NamespaceWith(4, 1 << 40),
+        Request::MapsPrivately(-1),
         Request::OwnPackets,
         Request::LoadPrograms(None),
         Request::LoadPrograms(Some(path())),
@@ -68,7 +69,9 @@ fn requests_arrive_as_they_were_sent() {
     for request in kinds.into_iter().chain(others).chain(attach) {
         assert_eq!(Request::decode(&request.encode()), Some(request));
     }
-    for wrong in [&b""[..], &[1, 0], &[2], &[2, 5], &[2, 0, 0], &[3, 3], &[4, 0xff], &[7, 0], &[255, 1]] {
+    for wrong in
+        [&b""[..], &[1, 0], &[2], &[2, 5], &[2, 0, 0], &[3, 3], &[4, 0xff], &[7, 0], &[11, 0], &[255, 1]]
+    {
         assert_eq!(Request::decode(wrong), None, "{wrong:?}");
     }
     let attach = |by, pin, names: &[u8]| Request::decode(&[&[10, by, pin, 1, 0, 0, 0], names].concat());
@@ -195,4 +198,24 @@ fn a_helper_that_has_ended_is_told() {
     let helper = Helper { socket: Mutex::new(own), _process: None };
     let error = helper.ask(&Request::NewNamespace, None).unwrap_err();
     assert!(error.to_string().contains("helper has ended"), "{error}");
+}
+
+#[test]
+fn mappings_of_a_process_are_told() {
+    let helper = helper();
+    let file = tempfile::tempfile().unwrap();
+    file.set_len(4096).unwrap();
+    let ask = |file: &File| {
+        helper.ask(&Request::MapsPrivately(std::process::id() as i32), Some(file.as_fd())).map(|_| ())
+    };
+    assert_eq!(number(ask(&file).unwrap_err()), Some(libc::ENOENT));
+    for (flags, answer) in [(libc::MAP_PRIVATE, Ok(())), (libc::MAP_SHARED, Err(Some(libc::EEXIST)))] {
+        // SAFETY: a new mapping at an address that the kernel chooses; nothing uses it.
+        let page =
+            unsafe { libc::mmap(std::ptr::null_mut(), 4096, libc::PROT_READ, flags, file.as_raw_fd(), 0) };
+        assert_ne!(page, libc::MAP_FAILED);
+        assert_eq!(ask(&file).map_err(number), answer);
+        // SAFETY: mapped above; no pointer into it remains.
+        unsafe { libc::munmap(page, 4096) };
+    }
 }

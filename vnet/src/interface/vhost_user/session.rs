@@ -168,7 +168,7 @@ impl Session {
     /// Records whether the front end maps one of `files` privately: its guest then does not use the memory that vnetd sees.
     fn look_for_private_memory(&self, files: &[File]) {
         let Some(pid) = self.peer.pid else { return };
-        if files.iter().any(|file| private::maps_privately(pid, file) == Some(true)) {
+        if private::maps_privately(pid, files) {
             tracing::warn!("{}", private::NOTE);
             self.device.set_private_memory(Some(private::NOTE.to_owned()));
         }
