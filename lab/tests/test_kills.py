@@ -88,7 +88,9 @@ def containers(topology: Topology) -> list[Node]:
 def network(node: Node) -> tuple:
     """What a machine's device is: its index, MAC address and MTU, its IP addresses, and all routes."""
     if node.kind is Kind.VM:
-        words = "cat /sys/class/net/eth0/address /sys/class/net/eth0/mtu; ip address show eth0 | grep inet; ip route"
+        # A slow guest may give itself its link-local address after the first look.
+        addresses = "ip address show eth0 | grep inet | grep -v 'scope link'"
+        words = f"cat /sys/class/net/eth0/address /sys/class/net/eth0/mtu; {addresses}; ip route"
         return tuple(machine.execute(node, words).splitlines())
     inside = ["ip", "-json"]
     (device,) = json.loads(machine.execute(node, *inside, "address", "show", "eth0"))
