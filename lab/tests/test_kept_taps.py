@@ -7,10 +7,11 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -304,6 +305,60 @@ def test_a_namespace_of_the_same_name_gets_a_device_of_its_own(tmp_path: Path):
             sleeper.kill()
 
 
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_namespace_that_has_the_number_of_one_that_ended(tmp_path: Path, moved: bool):
+    """An interface's old place is now that of another interface, whose device stays."""
+    text = tap("box", BOX) + tap("mate", MATE)
+    with started(tmp_path, text) as remote:
+        listed = tmp_path / "control.sock.taps"
+        wait_until("places to be listed", lambda: listed.read_text().count('"namespace"') == 2, BACK_S)
+        end(remote, signal.SIGKILL)
+    kept = index(MATE)
+    run(["ip", "netns", "delete", BOX])
+    taps = json.loads(listed.read_text())
+    place = next(each["place"] for each in taps if each["netns"] == MATE)
+    for each in taps:
+        if each["netns"] == BOX:
+            each["place"], each["moved"] = place, moved
+    listed.write_text(json.dumps(taps))
+    with started(tmp_path, text) as remote:
+        assert has_carrier(MATE)
+        done = remote.vnet("interface", "del", "box")
+        assert done.returncode == 0, done.stderr
+        assert index(MATE) == kept
+        assert has_carrier(MATE)
+        end(remote, signal.SIGKILL)
+    # The same at the next start without it.
+    listed.write_text(json.dumps(taps))
+    with started(tmp_path, tap("mate", MATE)):
+        assert index(MATE) == kept
+        assert BOX not in listed.read_text()
+
+
+@pytest.mark.parametrize("owner", [(), ("user", "12345")])
+def test_a_forged_mark_is_not_enough(tmp_path: Path, owner: tuple[str, ...]):
+    """A namespace's owner can write an alias, but a user namespace cannot name vnetd's user as a device's owner."""
+    text = tap("box", BOX)
+    with started(tmp_path, text) as remote:
+        ip(BOX, "link", "set", "eth0", "name", "renamed", "netns", ELSEWHERE)
+        listed = tmp_path / "control.sock.taps"
+        wait_until("the move to be listed", lambda: "renamed" in listed.read_text(), BACK_S)
+        end(remote, signal.SIGKILL)
+    mark = (link(ELSEWHERE, "renamed") or {})["ifalias"]
+    ip(ELSEWHERE, "link", "delete", "renamed")
+    ip(ELSEWHERE, "tuntap", "add", "renamed", "mode", "tap", "vnet_hdr", *owner)
+    ip(ELSEWHERE, "link", "set", "renamed", "alias", mark)
+    moved = listed.read_text()
+    with started(tmp_path, text) as remote:
+        assert has_carrier(BOX)
+        assert "LOWER_UP" not in (link(ELSEWHERE, "renamed") or {})["flags"]
+        end(remote, signal.SIGKILL)
+    listed.write_text(moved)
+    with started(tmp_path, "") as remote:
+        assert link(ELSEWHERE, "renamed")
+        end(remote, signal.SIGTERM)
+
+
 def test_a_device_of_somebody_else_is_refused(tmp_path: Path):
     own, other = tmp_path / "own", tmp_path / "other"
     own.mkdir()
@@ -342,6 +397,18 @@ def test_after_the_last_stop_nothing_need_stay(tmp_path: Path):
     with started(tmp_path, text) as remote:
         done = subprocess.run(words, check=False, capture_output=True, text=True)
         assert (done.returncode, "stop it first" in done.stderr) == (1, True), done.stderr
+        # One that does not accept connections, too.
+        os.kill(remote.pid, signal.SIGSTOP)
+        with ExitStack() as waiting:
+            full = False
+            while not full:
+                client = waiting.enter_context(socket.socket(socket.AF_UNIX))
+                client.settimeout(0)
+                full = client.connect_ex(str(tmp_path / "control.sock")) != 0
+            done = subprocess.run(words, check=False, capture_output=True, text=True)
+            assert (done.returncode, "stop it first" in done.stderr) == (1, True), done.stderr
+            assert link(BOX)
+        os.kill(remote.pid, signal.SIGCONT)
         end(remote, signal.SIGTERM)
     assert link(BOX)
     assert link(MATE)

@@ -32,9 +32,37 @@ struct KeptTap {
     place: Option<Place>,
     /// It was moved to another namespace, or renamed.
     moved: bool,
+    /// It could not be removed, and that was logged.
+    #[serde(skip)]
+    stuck: bool,
 }
 
 impl KeptTap {
+    fn new((device, netns): (&str, Option<&Netns>), place: Option<Place>, moved: bool) -> KeptTap {
+        KeptTap { device: device.into(), netns: netns.map(ToString::to_string), place, moved, stuck: false }
+    }
+
+    /// The configured namespace. As configured, its name was valid.
+    fn netns(&self) -> Option<Netns> {
+        self.netns.as_ref().and_then(|netns| netns.parse().ok())
+    }
+
+    /// Where it is, or will be made.
+    fn at(&self) -> Option<Place> {
+        let made = || {
+            let namespace = kept::home(self.netns().as_ref())?;
+            (self.netns.is_none() || self.netns().is_some())
+                .then(|| Place { namespace, name: self.device.clone() })
+        };
+        self.place.clone().or_else(made)
+    }
+
+    /// True if it was in a namespace that is not there any more, or not to be found.
+    fn has_lost_namespace(&self) -> bool {
+        let elsewhere = |place: &&Place| Some(place.namespace) != kept::home(self.netns().as_ref());
+        self.place.as_ref().filter(elsewhere).is_some_and(|place| kept::is_gone(place.namespace))
+    }
+
     fn is_of(&self, spec: &InterfaceSpec) -> bool {
         of(spec).is_some_and(|(device, netns)| {
             self.device == device && self.netns == netns.map(ToString::to_string)
@@ -62,11 +90,24 @@ pub(super) enum Now {
     Unknown,
 }
 
+/// What became of a device that no interface has.
+#[derive(PartialEq, Eq)]
+enum Removal {
+    /// This was its name.
+    Done(String),
+    /// There is none, or it is another interface's.
+    None,
+    /// The kernel refused.
+    Failed,
+}
+
 /// The devices, and their file.
 pub(super) struct KeptTaps {
     file: PathBuf,
     mark: Mark,
     taps: Vec<KeptTap>,
+    /// What the file lists; `None`: unknown, as a write has failed.
+    written: Option<Vec<KeptTap>>,
     /// Until it is settled, the file is the running vnetd's.
     inheritance: Option<Arc<Inheritance>>,
 }
@@ -85,13 +126,15 @@ impl KeptTaps {
                 vec![]
             }
         };
-        KeptTaps { file, mark: Mark::of(control), taps, inheritance }
+        KeptTaps { file, mark: Mark::of(control), written: Some(taps.clone()), taps, inheritance }
     }
 
     /// How the device of an interface outlives this process.
     pub(super) fn keep(&self, spec: &InterfaceSpec) -> Keep {
         let known = self.taps.iter().find(|tap| tap.is_of(spec));
-        let moved = known.filter(|tap| tap.moved).and_then(|tap| tap.place.clone());
+        let is_free =
+            |place: &Place| !self.taps.iter().any(|tap| !tap.is_of(spec) && tap.at().as_ref() == Some(place));
+        let moved = known.filter(|tap| tap.moved).and_then(|tap| tap.place.clone()).filter(is_free);
         Keep { mark: self.mark.clone(), moved }
     }
 
@@ -99,12 +142,18 @@ impl KeptTaps {
     pub(super) fn expect<'a>(&mut self, specs: impl Iterator<Item = &'a InterfaceSpec>) {
         let mut taps = self.taps.clone();
         for spec in specs {
-            if let Some((device, netns)) = of(spec).filter(|_| !taps.iter().any(|tap| tap.is_of(spec))) {
-                let (device, netns) = (device.to_owned(), netns.map(ToString::to_string));
-                taps.push(KeptTap { device, netns, place: None, moved: false });
+            if let Some(of) = of(spec).filter(|_| !taps.iter().any(|tap| tap.is_of(spec))) {
+                taps.push(KeptTap::new(of, None, false));
             }
         }
         self.replace(taps);
+    }
+
+    /// The device of this interface is not where it was any more. The next update lists that.
+    pub(super) fn forget(&mut self, spec: &InterfaceSpec) {
+        for tap in self.taps.iter_mut().filter(|tap| tap.is_of(spec)) {
+            (tap.place, tap.moved) = (None, false);
+        }
     }
 
     /// Lists the devices of all interfaces. Removes those of other interfaces.
@@ -120,8 +169,7 @@ impl KeptTaps {
                     None => {
                         let elsewhere = |home| home != place.namespace;
                         let moved = place.name != device || kept::home(netns).is_some_and(elsewhere);
-                        let (device, netns) = (device.to_owned(), netns.map(ToString::to_string));
-                        taps.push(KeptTap { device, netns, place: Some(place), moved });
+                        taps.push(KeptTap::new((device, netns), Some(place), moved));
                     }
                 },
                 Now::Unknown => taps.extend(known.cloned()),
@@ -129,10 +177,11 @@ impl KeptTaps {
             }
         }
         if self.is_settled() {
-            self.taps
-                .iter()
-                .filter(|tap| !specs.iter().any(|spec| tap.is_of(spec)))
-                .for_each(|tap| _ = self.remove(tap));
+            let mut left = self.taps.clone();
+            left.retain_mut(|tap| {
+                !specs.iter().any(|spec| tap.is_of(spec)) && self.remove(tap, &taps) == Removal::Failed
+            });
+            taps.append(&mut left);
         }
         self.replace(taps);
     }
@@ -140,8 +189,19 @@ impl KeptTaps {
     /// Removes devices that no interface has, and those in a namespace that another one of the same name has replaced.
     pub(super) fn sweep(&mut self, interfaces: &[Item<InterfaceSpec>]) {
         let mut taps = self.taps.clone();
+        for tap in taps.iter_mut().filter(|tap| tap.has_lost_namespace()) {
+            if tap.moved {
+                tracing::info!(
+                    "the network namespace that device '{}' was moved to is gone, or only a mount outside /run/netns holds it",
+                    tap.device
+                );
+            }
+            (tap.place, tap.moved) = (None, false);
+        }
+        let of_tap = |tap: &KeptTap| interfaces.iter().map(|item| &item.spec).find(|spec| tap.is_of(spec));
+        let stay: Vec<_> = taps.iter().filter(|tap| of_tap(tap).is_some()).cloned().collect();
         taps.retain_mut(|tap| {
-            let spec = interfaces.iter().map(|item| &item.spec).find(|spec| tap.is_of(spec));
+            let spec = of_tap(tap);
             let replaced = |spec| {
                 let home = of(spec).and_then(|(_, netns)| kept::home(netns));
                 !tap.moved
@@ -151,7 +211,9 @@ impl KeptTaps {
                         .is_some_and(|place| home.is_some_and(|home| home != place.namespace))
             };
             if spec.is_none_or(replaced) {
-                self.remove(tap);
+                if self.remove(tap, &stay) == Removal::Failed {
+                    return true;
+                }
                 tap.place = None;
             }
             spec.is_some()
@@ -161,29 +223,43 @@ impl KeptTaps {
 
     /// Removes all devices, and lists those that were there.
     pub(super) fn remove_all(&mut self) -> Vec<String> {
-        let removed = self.taps.iter().filter_map(|tap| self.remove(tap)).collect();
-        self.replace(vec![]);
+        let (mut removed, mut taps) = (vec![], self.taps.clone());
+        taps.retain_mut(|tap| match self.remove(tap, &[]) {
+            Removal::Done(name) => {
+                removed.push(name);
+                false
+            }
+            Removal::None => false,
+            Removal::Failed => true,
+        });
+        self.replace(taps);
         removed
     }
 
-    /// Removes a device. Returns its name if it was there.
-    fn remove(&self, tap: &KeptTap) -> Option<String> {
-        let KeptTap { device, netns, place, .. } = tap;
-        // As configured, it was valid.
-        let netns: Option<Netns> = netns.as_ref().and_then(|netns| netns.parse().ok());
-        let place = place.as_ref();
-        let name = place.map_or(device, |place| &place.name);
-        match kept::remove_left(&self.mark, place, (device, netns.as_ref())) {
+    /// Removes a device, unless one of those that `stay` is in its place.
+    fn remove(&self, tap: &mut KeptTap, stay: &[KeptTap]) -> Removal {
+        let at = tap.at();
+        let is_other = |other: &KeptTap| (&other.device, &other.netns) != (&tap.device, &tap.netns);
+        if at.is_some() && stay.iter().any(|other| is_other(other) && other.at() == at) {
+            return Removal::None;
+        }
+        let (place, netns) = (tap.place.as_ref(), tap.netns());
+        let name = place.map_or(&tap.device, |place| &place.name);
+        match kept::remove_left(&self.mark, place, (&tap.device, netns.as_ref())) {
             Ok(true) => {
                 tracing::info!("has removed device '{name}', which no interface has any more");
-                return Some(name.clone());
+                Removal::Done(name.clone())
             }
-            Ok(false) => {}
+            Ok(false) => Removal::None,
             Err(error) => {
-                tracing::warn!("cannot remove device '{name}', which no interface has any more: {error}")
+                // It is tried again with each update.
+                if !tap.stuck {
+                    tracing::warn!("cannot remove device '{name}', which no interface has any more: {error}");
+                }
+                tap.stuck = true;
+                Removal::Failed
             }
         }
-        None
     }
 
     fn is_settled(&self) -> bool {
@@ -191,15 +267,26 @@ impl KeptTaps {
     }
 
     fn replace(&mut self, taps: Vec<KeptTap>) {
-        if !self.is_settled() || taps == self.taps {
+        if !self.is_settled() {
             return;
         }
+        let changed = taps != self.taps;
         self.taps = taps;
-        if let Err(error) = self.write() {
-            tracing::warn!(
-                "cannot list TAP devices in {}: {error}; the next vnetd may not find those that its configuration no longer names",
-                self.file.display()
-            );
+        if self.written.as_ref() == Some(&self.taps) {
+            return;
+        }
+        match self.write() {
+            Ok(()) => self.written = Some(self.taps.clone()),
+            Err(error) => {
+                // It is tried again with each update, and logged with each change.
+                if changed || self.written.is_some() {
+                    tracing::warn!(
+                        "cannot list TAP devices in {}: {error}; the next vnetd may not find those that its configuration no longer names",
+                        self.file.display()
+                    );
+                }
+                self.written = None;
+            }
         }
     }
 
@@ -220,7 +307,9 @@ impl KeptTaps {
 }
 
 fn read(file: &Path) -> io::Result<Vec<KeptTap>> {
-    let file = OpenOptions::new().read(true).custom_flags(nix::libc::O_NOFOLLOW).open(file)?;
+    // Does not wait for a writer where somebody has made a FIFO.
+    let flags = nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK;
+    let file = OpenOptions::new().read(true).custom_flags(flags).open(file)?;
     let about = file.metadata()?;
     let ours = [0, nix::unistd::geteuid().as_raw()].contains(&about.uid());
     if !about.is_file() || !ours || about.mode() & 0o022 != 0 {
@@ -296,6 +385,50 @@ mod tests {
         std::fs::write(&file, "[{}]").unwrap();
         std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o600)).unwrap();
         assert!(KeptTaps::load(&control, None).taps.is_empty());
+    }
+
+    #[test]
+    fn a_fifo_in_the_lists_place_does_not_stop_the_start() {
+        let folder = tempfile::tempdir().unwrap();
+        let control = folder.path().join("s");
+        let made = std::process::Command::new("mkfifo").arg(folder.path().join("s.taps")).status();
+        assert!(made.unwrap().success());
+        let (done, end) = std::sync::mpsc::channel();
+        std::thread::spawn(move || done.send(KeptTaps::load(&control, None).taps.len()));
+        assert_eq!(end.recv_timeout(std::time::Duration::from_secs(10)), Ok(0));
+    }
+
+    #[test]
+    fn a_write_that_failed_is_tried_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let control = folder.path().join("s");
+        let obstacle = folder.path().join("s.taps.new");
+        std::fs::create_dir(&obstacle).unwrap();
+        let mut taps = KeptTaps::load(&control, None);
+        taps.expect([&spec("t0", None)].into_iter());
+        assert!(!folder.path().join("s.taps").exists());
+        std::fs::remove_dir(&obstacle).unwrap();
+        taps.expect([&spec("t0", None)].into_iter());
+        assert_eq!(KeptTaps::load(&control, None).taps.len(), 1);
+    }
+
+    /// The kernel uses the number of a namespace that has ended again.
+    #[test]
+    fn the_place_of_another_interface_is_not_taken() {
+        let folder = tempfile::tempdir().unwrap();
+        let control = folder.path().join("s");
+        let mut taps = KeptTaps::load(&control, None);
+        let (ended, next) = (spec("t0", Some("no-such-netns")), spec("t1", Some("no-such-netns-either")));
+        taps.update([(&ended, Now::At(place(7, "eth0")))].into_iter());
+        taps.taps[0].moved = true;
+        assert_eq!(taps.keep(&ended).moved, Some(place(7, "eth0")));
+        let now = || [(&ended, Now::Unknown), (&next, Now::At(place(7, "eth0")))].into_iter();
+        taps.update(now());
+        assert_eq!(taps.keep(&ended).moved, None);
+        taps.forget(&ended);
+        taps.update(now());
+        let listed = KeptTaps::load(&control, None).taps;
+        assert_eq!(listed.iter().filter(|tap| tap.place.is_some()).count(), 1);
     }
 
     #[test]

@@ -93,6 +93,8 @@ impl Engine {
             let mut absent = LiveInterface::absent(spec, live.port, before, reason);
             std::mem::swap(&mut absent.logged, &mut live.logged);
             gone.push(std::mem::replace(live, absent));
+            // Its device goes. Another interface can have one there soon: the kernel uses numbers of namespaces again.
+            self.kept.lock().forget(spec);
         }
         if !gone.is_empty() {
             self.publish();
@@ -159,7 +161,10 @@ impl Engine {
     fn list_taps_of(&self, stays: impl Fn(&InterfaceSpec) -> bool) {
         let now = |spec: &InterfaceSpec| match self.interfaces.get(&spec.name) {
             Some(live) if live.absent.is_none() => {
-                live.interface.device().and_then(|device| device.place()).map_or(Now::None, Now::At)
+                match live.interface.device().map_or(Ok(None), |device| device.place()) {
+                    Ok(place) => place.map_or(Now::None, Now::At),
+                    Err(_) => Now::Unknown,
+                }
             }
             _ => Now::Unknown,
         };

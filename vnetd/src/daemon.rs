@@ -17,7 +17,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
-use vnet::unix::Listener;
+use vnet::unix::{ListenError, Listener};
 use vnet_control::config::{self, Configuration};
 use vnet_control::desired::{CONTROL_SOCKET, Desired, Item};
 use vnet_control::engine::{Engine, EngineError};
@@ -186,9 +186,16 @@ fn remove_taps(file: &Path) -> Result<(), Failure> {
     } else {
         config::load(file)?.desired.control.spec.socket
     };
-    if vnet::unix::connect(&socket).is_ok() {
-        return Err(format!("vnetd runs at '{}'; stop it first", socket.display()).into());
-    }
+    // Held until the end, so that no vnetd starts meanwhile.
+    let _held = match Listener::bind(&socket, CONTROL_SOCKET_MODE) {
+        Ok(held) => Some(held),
+        // Nor is there a list.
+        Err(ListenError::NoFolder { .. }) => None,
+        Err(ListenError::InUse(_) | ListenError::Locked(_)) => {
+            return Err(format!("vnetd runs at '{}'; stop it first", socket.display()).into());
+        }
+        Err(error) => return Err(error.into()),
+    };
     match &kept::remove_left(&socket)[..] {
         [] => println!("the vnetd with control socket '{}' has left no TAP device", socket.display()),
         removed => println!("removed: {}", removed.join(", ")),

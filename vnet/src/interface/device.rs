@@ -30,9 +30,12 @@ pub trait OnDevice: Send + Sync {
         None
     }
 
-    /// Where the device is, if it outlives this process.
-    fn place(&self) -> Option<Place> {
-        None
+    /// Where the device is, if it outlives this process and is still there.
+    ///
+    /// # Errors
+    /// The kernel does not say.
+    fn place(&self) -> io::Result<Option<Place>> {
+        Ok(None)
     }
 }
 

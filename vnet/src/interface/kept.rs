@@ -1,7 +1,8 @@
 //! TAP devices that outlive vnetd (TUNSETPERSIST), so that the next vnetd adopts them with their addresses and routes.
 //!
 //! The device's alias (`ip link`) is the mark of the vnetd that made it. vnetd removes devices with its own mark only, and takes no
-//! device with the mark of another one. While no process holds a queue, the device has no carrier and drops all frames; the kernel keeps
+//! device with the mark of another one. Whoever owns a namespace can write an alias there, so the device's owner (TUNSETOWNER) must also be
+//! vnetd's user, whom another user namespace cannot name. While no process holds a queue, the device has no carrier and drops all frames; the kernel keeps
 //! addresses and routes, and forgets learned neighbours.
 //!
 //! The owner of a namespace may rename the device, or move it to another namespace. A vnetd that holds the device knows its [`Place`]; the
@@ -12,13 +13,14 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, absolute};
 
+use netlink_packet_core::Nla;
 use netlink_packet_route::RouteNetlinkMessage;
-use netlink_packet_route::link::{InfoKind, LinkAttribute, LinkInfo, LinkMessage};
+use netlink_packet_route::link::{InfoData, InfoKind, LinkAttribute, LinkInfo, LinkMessage};
 use serde::{Deserialize, Serialize};
 
 use super::link_request;
 use super::netns::{NamespaceId, Netns};
-use super::tun_request::{name_of, namespace_of, persist};
+use super::tun_request::{name_of, namespace_of, persist, set_owner};
 use crate::helper;
 use crate::netlink::{self, Netlink};
 use crate::wire::ethernet::Mac;
@@ -71,6 +73,8 @@ pub(super) enum Standing {
 pub(super) struct Found {
     is_tap: bool,
     alias: Option<String>,
+    /// The user that may open it, as this process's user namespace names it.
+    owner: Option<u32>,
     /// Its MAC address.
     pub(super) mac: Option<Mac>,
 }
@@ -83,13 +87,14 @@ impl Found {
             index => index?,
         };
         let link = netlink::link(index)?;
-        let mut found = Found { is_tap: false, alias: None, mac: None };
+        let mut found = Found { is_tap: false, alias: None, owner: None, mac: None };
         for attribute in link.attributes {
             match attribute {
                 LinkAttribute::IfAlias(alias) => found.alias = Some(alias),
                 LinkAttribute::Address(mac) => found.mac = mac[..].try_into().ok().map(Mac),
                 LinkAttribute::LinkInfo(infos) => {
                     found.is_tap = infos.contains(&LinkInfo::Kind(InfoKind::Tun));
+                    found.owner = infos.iter().find_map(owner_in);
                 }
                 _ => {}
             }
@@ -97,21 +102,38 @@ impl Found {
         Ok(Some(found))
     }
 
-    /// True if there is a TAP of that name with this mark.
+    /// True if there is a TAP of that name with this mark, and of vnetd's user.
     pub(super) fn is_own(device: &str, mark: &Mark) -> io::Result<bool> {
         Ok(Found::of(device)?.is_some_and(|found| found.has(mark)))
     }
 
-    /// True if it is a TAP with this mark.
+    /// True if it is a TAP with this mark, and of vnetd's user. Or of root: a vnetd that ran as root made it.
     pub(super) fn has(&self, mark: &Mark) -> bool {
+        let users = [0, rustix::process::geteuid().as_raw()];
+        self.is_marked(mark) && self.owner.is_some_and(|owner| users.contains(&owner))
+    }
+
+    fn is_marked(&self, mark: &Mark) -> bool {
         self.is_tap && self.alias.as_ref() == Some(&mark.0)
     }
 
-    /// The vnetd whose mark it has, if it has one. The owner of its namespace can have written anything.
-    pub(super) fn vnetd(&self) -> Option<String> {
+    /// The other vnetd whose mark it has, if it has one. The owner of its namespace can have written anything: `mark`, this vnetd's, on a
+    /// device of another user is not vnetd's.
+    pub(super) fn vnetd(&self, mark: Option<&Mark>) -> Option<String> {
         let alias = self.alias.as_deref().filter(|alias| self.is_tap && alias.starts_with(VNETD))?;
-        Some(alias.escape_debug().to_string())
+        let forged = mark.is_some_and(|mark| self.is_marked(mark));
+        (!forged).then(|| alias.escape_debug().to_string())
     }
+}
+
+fn owner_in(info: &LinkInfo) -> Option<u32> {
+    /// IFLA_TUN_OWNER of `linux/if_link.h`: 4 bytes.
+    const OWNER: u16 = 1;
+    let LinkInfo::Data(InfoData::Tun(about)) = info else { return None };
+    let found = about.iter().find(|each| each.kind() == OWNER && each.value_len() == 4)?;
+    let mut owner = [0; 4];
+    found.emit_value(&mut owner);
+    Some(u32::from_ne_bytes(owner))
 }
 
 /// The network namespace of an open device's queue, and its name there.
@@ -129,6 +151,8 @@ pub(super) fn is_own(file: &File, mark: &Mark) -> io::Result<bool> {
 /// Marks the device of this queue, and has it outlive the process.
 pub(super) fn claim(file: &File, mark: &Mark) -> io::Result<()> {
     let name = name_of(file)?;
+    // First: a marked device of another user is not vnetd's.
+    set_owner(file)?;
     helper::within(namespace_of(file)?, || set_alias(&name, mark))??;
     persist(file, true)
 }
@@ -174,6 +198,11 @@ pub fn remove_left(
         // It went with its namespace.
         Some(Err(_)) => Ok(false),
     }
+}
+
+/// True if no network namespace with this number is found: it has ended, or only a mount outside /run/netns holds it.
+pub fn is_gone(namespace: NamespaceId) -> bool {
+    helper::namespace_with(namespace).is_err_and(|error| error.kind() == io::ErrorKind::NotFound)
 }
 
 /// The network namespace of a configured device; `None` if it does not exist.

@@ -336,9 +336,15 @@ impl OnDevice for Tap {
         device::mac(&self.queues[0].file, &self.device).ok()
     }
 
-    fn place(&self) -> Option<Place> {
-        self.mark.as_ref()?;
-        kept::place_of(&self.queues[0].file).ok()
+    fn place(&self) -> io::Result<Option<Place>> {
+        if self.mark.is_none() {
+            return Ok(None);
+        }
+        match kept::place_of(&self.queues[0].file) {
+            // It was removed.
+            Err(error) if error.raw_os_error() == Some(libc::EBADFD) => Ok(None),
+            place => place.map(Some),
+        }
     }
 }
 

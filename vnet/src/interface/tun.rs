@@ -132,7 +132,7 @@ pub(super) fn open_queues(options: &TapOptions) -> Result<Queues, TapError> {
     let standing = match &found {
         None => Standing::Made,
         Some(found) if mark.is_some_and(|mark| found.has(mark)) => Standing::Adopted,
-        Some(found) => match found.vnetd() {
+        Some(found) => match found.vnetd(mark) {
             Some(vnetd) => return Err(TapError::Owned { device: options.device.clone(), vnetd }),
             None => Standing::Foreign,
         },

@@ -64,15 +64,19 @@ pub(super) fn namespace_of(file: &File) -> io::Result<File> {
     Ok(unsafe { File::from_raw_fd(descriptor) })
 }
 
-/// Whether the device outlives its last queue from now on. One that does admits queues of vnetd's user only, or of processes with
-/// CAP_NET_ADMIN there.
+/// From now on the device admits queues of vnetd's user only, or of processes with CAP_NET_ADMIN there.
+///
+/// # Errors
+/// EBADFD: the device was removed.
+pub(super) fn set_owner(file: &File) -> io::Result<()> {
+    set_value(file, libc::TUNSETOWNER as _, rustix::process::geteuid().as_raw().into())
+}
+
+/// Whether the device outlives its last queue from now on.
 ///
 /// # Errors
 /// EBADFD: the device was removed.
 pub(super) fn persist(file: &File, outlives: bool) -> io::Result<()> {
-    if outlives {
-        set_value(file, libc::TUNSETOWNER as _, rustix::process::geteuid().as_raw().into())?;
-    }
     set_value(file, libc::TUNSETPERSIST as _, outlives.into())
 }
 
