@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from vnetlab import lab
-from vnetlab.run import tail
+from vnetlab.run import LabError, tail
 from vnetlab.topology import Settings, Topology
 
 MakeLab = Callable[..., Topology]
@@ -64,10 +64,12 @@ def make_lab(request: pytest.FixtureRequest) -> Iterator[MakeLab]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """Adds the last lines of the daemons' logs to a failure's report."""
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
+    """Adds the last lines of the daemons' logs, and of the log that an error names, to a failure's report."""
     report = yield
     if report.when == "call" and report.failed:
+        if isinstance(error := call.excinfo.value, LabError) and error.log:
+            report.sections.append((f"end of {error.log.name}", tail(error.log, 40)))
         for fixture in item.funcargs.values():
             if isinstance(fixture, Topology):
                 for host in fixture.hosts:

@@ -236,27 +236,6 @@ def ends(name: str, data: dict, device: str) -> bool:
     return name == "DEVICE_DELETED" and data.get("device") == device
 
 
-def test_a_device_is_plugged_again_and_again(plugged: Plugged):
-    """Its frames pass, and those of the other device are not disturbed."""
-    host, traffic = plugged.topology.hosts[0], pings(plugged)
-    with under_traffic([traffic], []), Monitor(plugged.vm.file(".qmp")) as monitor:
-        before = at_rest(plugged.topology)
-        for _ in range(PLUGS):
-            frames = port(ask(host, "stats"), "interface", SECOND)
-            plug_device(plugged, monitor)
-            assert reaches(plugged.vm, HERE)
-            assert reaches(plugged.container, THERE, "-s", "1400")
-            during = holdings(plugged.topology)
-            assert during.files[f"{GUEST_MEMORY} (deleted)"] == 2 * before.files[f"{GUEST_MEMORY} (deleted)"]
-            assert during.descriptors[EVENTFD] > before.descriptors[EVENTFD]
-            unplug_device(plugged, monitor)
-            assert_holds(plugged.topology, before)
-            now = port(ask(host, "stats"), "interface", SECOND)
-            assert min(now[key] - frames[key] for key in ("in_frames", "out_frames")) >= 6
-    assert traffic.lost() == 0
-    assert_balanced(plugged.topology)
-
-
 def memory_blocks(vm: Node) -> set[str]:
     """Folders of the guest's memory blocks."""
     return set(machine.execute(vm, "ls -d /sys/devices/system/memory/memory[0-9]*").split())
@@ -297,29 +276,20 @@ def assert_nothing_is_written(plugged: Plugged, memory: mmap.mmap) -> None:
     assert_painted(memory)
 
 
-def test_memory_is_plugged_again_and_again(plugged: Plugged):
-    """QEMU adds and removes a region, and the guest sends from it."""
-    topology, vm, traffic = plugged.topology, plugged.vm, pings(plugged)
-    with under_traffic([traffic], []), Monitor(vm.file(".qmp")) as monitor:
-        before, mapped, asked = at_rest(topology), set(lent_kib(topology)), len(requests(vm))
-        for _ in range(PLUGS):
-            inode = plug_memory(plugged, monitor, "online_movable")
-            assert set(lent_kib(topology)) == {*mapped, inode}
-            with opened(vm, inode) as memory:
-                # A file in the guest's memory goes to the new one, and is sent from there: by sendfile.
-                measure.throughput(vm, plugged.container, "--zerocopy", seconds=1)
-                assert lent_kib(topology)[inode] > 0, "vnetd has read from the dimm"
-                assert unplug_memory(monitor)
-                assert_unmapped(topology, inode, mapped)
-                assert_nothing_is_written(plugged, memory)
-            assert_holds(topology, before)
-    assert requests(vm)[asked:] == [ADD_MEM_REG, REM_MEM_REG] * PLUGS
-    assert traffic.lost() == 0
-    assert_balanced(topology)
+def receive_into_new_memory(plugged: Plugged, inode: int) -> None:
+    """Reloads the guest's driver: its new buffers lie in the dimm, because Linux takes the highest zone first."""
+    vm = plugged.vm
+    machine.execute(vm, "rmmod virtio_net && modprobe virtio_net && configure")
+    wait_for_path(plugged.container, vm.address)
+    measure.throughput(plugged.container, vm, seconds=1)
+    assert lent_kib(plugged.topology)[inode] > 0, "vnetd has written into the dimm"
 
 
 def test_memory_with_posted_buffers_is_kept_until_the_guest_crashes(plugged: Plugged):
-    """A guest keeps memory in which its driver has buffers. When it has crashed and boots again, it gives it back."""
+    """A guest keeps memory in which its driver has buffers. When it has crashed and boots again, it gives it back.
+
+    The first test: an emulated guest whose memory has changed often needs minutes to boot again.
+    """
     topology, vm = plugged.topology, plugged.vm
     with Monitor(vm.file(".qmp")) as monitor:
         before, mapped = at_rest(topology), set(lent_kib(topology))
@@ -351,13 +321,46 @@ def test_memory_with_posted_buffers_is_kept_until_the_guest_crashes(plugged: Plu
     assert_balanced(topology)
 
 
-def receive_into_new_memory(plugged: Plugged, inode: int) -> None:
-    """Reloads the guest's driver: its new buffers lie in the dimm, because Linux takes the highest zone first."""
-    vm = plugged.vm
-    machine.execute(vm, "rmmod virtio_net && modprobe virtio_net && configure")
-    wait_for_path(plugged.container, vm.address)
-    measure.throughput(plugged.container, vm, seconds=1)
-    assert lent_kib(plugged.topology)[inode] > 0, "vnetd has written into the dimm"
+def test_a_device_is_plugged_again_and_again(plugged: Plugged):
+    """Its frames pass, and those of the other device are not disturbed."""
+    host, traffic = plugged.topology.hosts[0], pings(plugged)
+    with under_traffic([traffic], []), Monitor(plugged.vm.file(".qmp")) as monitor:
+        before = at_rest(plugged.topology)
+        for _ in range(PLUGS):
+            frames = port(ask(host, "stats"), "interface", SECOND)
+            plug_device(plugged, monitor)
+            assert reaches(plugged.vm, HERE)
+            assert reaches(plugged.container, THERE, "-s", "1400")
+            during = holdings(plugged.topology)
+            assert during.files[f"{GUEST_MEMORY} (deleted)"] == 2 * before.files[f"{GUEST_MEMORY} (deleted)"]
+            assert during.descriptors[EVENTFD] > before.descriptors[EVENTFD]
+            unplug_device(plugged, monitor)
+            assert_holds(plugged.topology, before)
+            now = port(ask(host, "stats"), "interface", SECOND)
+            assert min(now[key] - frames[key] for key in ("in_frames", "out_frames")) >= 6
+    assert traffic.lost() == 0
+    assert_balanced(plugged.topology)
+
+
+def test_memory_is_plugged_again_and_again(plugged: Plugged):
+    """QEMU adds and removes a region, and the guest sends from it."""
+    topology, vm, traffic = plugged.topology, plugged.vm, pings(plugged)
+    with under_traffic([traffic], []), Monitor(vm.file(".qmp")) as monitor:
+        before, mapped, asked = at_rest(topology), set(lent_kib(topology)), len(requests(vm))
+        for _ in range(PLUGS):
+            inode = plug_memory(plugged, monitor, "online_movable")
+            assert set(lent_kib(topology)) == {*mapped, inode}
+            with opened(vm, inode) as memory:
+                # A file in the guest's memory goes to the new one, and is sent from there: by sendfile.
+                measure.throughput(vm, plugged.container, "--zerocopy", seconds=1)
+                assert lent_kib(topology)[inode] > 0, "vnetd has read from the dimm"
+                assert unplug_memory(monitor)
+                assert_unmapped(topology, inode, mapped)
+                assert_nothing_is_written(plugged, memory)
+            assert_holds(topology, before)
+    assert requests(vm)[asked:] == [ADD_MEM_REG, REM_MEM_REG] * PLUGS
+    assert traffic.lost() == 0
+    assert_balanced(topology)
 
 
 def test_qemu_is_killed_while_frames_flow(plugged: Plugged):
