@@ -15,8 +15,9 @@ use super::work::{
 };
 use crate::loader::Loaded;
 
-/// How long the helper reads a process's mappings: the process may block that, and vnetd waits.
-const READ_WITHIN: Duration = Duration::from_millis(200);
+/// How long the helper reads a process's mappings: the process may block that, and vnetd waits. Once: afterwards nobody is looked at until it
+/// is over.
+const READ_WITHIN: Duration = Duration::from_secs(2);
 
 /// The helper: carries out requests that arrive at `socket`, until its other end is closed.
 pub fn serve(socket: &OwnedFd) {
