@@ -92,6 +92,8 @@ fn a_guest_that_does_not_kick_is_polled() {
     // SET_VRING_KICK and SET_VRING_CALL without a descriptor: bit 8 of the index.
     guest.send(12, &[0x101, 0]);
     guest.send(13, &[0x101, 0]);
+    // The answer comes after both messages were handled.
+    guest.frontend.get_features().unwrap();
     wait_for("polling", || !host.source(0).rest());
     guest.transmit(&frame(60, 1));
     assert_eq!(host.receive(), [frame(60, 1)]);
