@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from checks import assert_balanced, port, reaches, settled, wait_for_path
+from checks import assert_balanced, ping, port, settled, wait_for_path
 from traffic import Pings, Stream, under_traffic
 
 from vnetlab import guest, lab, machine, measure, process
@@ -28,7 +28,9 @@ from vnetlab.monitor import Monitor
 from vnetlab.run import LabError, run, wait_until
 from vnetlab.topology import Node, Settings, Topology
 
-NAME = "test-hot-plug"
+PREFIX = "test-hot-plug-"
+NAME = f"{PREFIX}{os.getpid()}"
+"""Of this process alone: another checkout may run this test at the same time."""
 PLUGS = int(os.environ.get("VNET_TEST_PLUGS", "5"))
 LIMIT_S = 600 + 10 * PLUGS
 WAIT_S = 30
@@ -72,15 +74,19 @@ def daemon_pid(topology: Topology) -> int:
     return process.find(topology.hosts[0].file(".pid"))
 
 
+def target(descriptor: Path) -> str:
+    """What a descriptor in /proc is of; empty if it has been closed meanwhile."""
+    try:
+        return str(descriptor.readlink())
+    except FileNotFoundError:
+        return ""
+
+
 def holdings(topology: Topology) -> Holdings:
     """What vnetd holds at this moment."""
     folder = Path(f"/proc/{daemon_pid(topology)}")
-    descriptors, threads = Counter(), Counter()
-    for name in os.listdir(folder / "fd"):
-        try:
-            descriptors[re.sub(r"\d+", "", str((folder / "fd" / name).readlink()))] += 1
-        except FileNotFoundError:  # It has been closed meanwhile.
-            continue
+    descriptors = Counter(re.sub(r"\d+", "", name) for name in map(target, (folder / "fd").iterdir()) if name)
+    threads: Counter[str] = Counter()
     for thread in (folder / "task").iterdir():
         try:
             name = (thread / "comm").read_text().strip()
@@ -137,7 +143,7 @@ def opened(vm: Node, inode: int) -> Iterator[mmap.mmap]:
     """The memory of a guest behind an inode, which stays while the test has it open."""
     descriptors = Path(f"/proc/{process.find(vm.file('.pid'))}/fd").iterdir()
     # Sockets have inodes of the same numbers.
-    memories = (path for path in descriptors if GUEST_MEMORY in str(path.readlink()))
+    memories = (path for path in descriptors if GUEST_MEMORY in target(path))
     descriptor = os.open(next(path for path in memories if path.stat().st_ino == inode), os.O_RDWR)
     try:
         with mmap.mmap(descriptor, 0) as memory:
@@ -183,9 +189,17 @@ class Plugged:
     without_guest: Holdings
 
 
+def remove_killed_runs() -> None:
+    """Removes labs of processes that have ended."""
+    for name in lab.names():
+        pid = name.removeprefix(PREFIX)
+        if pid != name and not Path(f"/proc/{pid}").exists():
+            lab.down(name)
+
+
 @pytest.fixture(scope="module")
 def plugged() -> Iterator[Plugged]:
-    lab.down(NAME)
+    remove_killed_runs()
     topology = lab.prepare(Settings(name=NAME, hosts=1))
     try:
         host, container = topology.hosts[0], topology.find("h1c1")
@@ -298,7 +312,7 @@ def test_memory_with_posted_buffers_is_kept_until_the_guest_crashes(plugged: Plu
             receive_into_new_memory(plugged, inode)
             assert not unplug_memory(monitor)
             assert set(lent_kib(topology)) == {*mapped, inode}
-            assert reaches(plugged.container, vm.address)
+            assert ping(plugged.container, vm.address) == (3, 3)
 
             console = vm.file(".console.log")
             boots = console.read_text(errors="replace").count("is ready")
@@ -329,8 +343,8 @@ def test_a_device_is_plugged_again_and_again(plugged: Plugged):
         for _ in range(PLUGS):
             frames = port(ask(host, "stats"), "interface", SECOND)
             plug_device(plugged, monitor)
-            assert reaches(plugged.vm, HERE)
-            assert reaches(plugged.container, THERE, "-s", "1400")
+            assert ping(plugged.vm, HERE) == (3, 3)
+            assert ping(plugged.container, THERE, "-s", "1400") == (3, 3)
             during = holdings(plugged.topology)
             assert during.files[f"{GUEST_MEMORY} (deleted)"] == 2 * before.files[f"{GUEST_MEMORY} (deleted)"]
             assert during.descriptors[EVENTFD] > before.descriptors[EVENTFD]
@@ -378,12 +392,12 @@ def test_qemu_is_killed_while_frames_flow(plugged: Plugged):
         for each in (memory, more):
             paint(each)
         # Nobody answers: these are ARP requests, and what the stream repeats.
-        assert not reaches(plugged.container, vm.address)
-        assert not reaches(plugged.container, THERE)
+        assert ping(plugged.container, vm.address, patience=1)[1] == 0
+        assert ping(plugged.container, THERE, patience=1)[1] == 0
         for each in (memory, more):
             assert_painted(each)
     machine.execute(plugged.container, f": >{stream.state_file(plugged.container, 'over')}")
     assert_balanced(topology)
     assert {each["name"] for each in settled(host)["ports"]} >= {vm.name, SECOND}
     start_guest(topology)
-    assert reaches(plugged.container, vm.address)
+    assert ping(plugged.container, vm.address) == (3, 3)
