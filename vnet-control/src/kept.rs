@@ -221,8 +221,8 @@ impl KeptTaps {
         self.replace(taps);
     }
 
-    /// Removes all devices, and lists those that were there.
-    pub(super) fn remove_all(&mut self) -> Vec<String> {
+    /// Removes all devices. Returns the names of those that were there, and the number of those that stay.
+    pub(super) fn remove_all(&mut self) -> (Vec<String>, usize) {
         let (mut removed, mut taps) = (vec![], self.taps.clone());
         taps.retain_mut(|tap| match self.remove(tap, &[]) {
             Removal::Done(name) => {
@@ -233,7 +233,7 @@ impl KeptTaps {
             Removal::Failed => true,
         });
         self.replace(taps);
-        removed
+        (removed, self.taps.len())
     }
 
     /// Removes a device, unless one of those that `stay` is in its place.
@@ -322,8 +322,9 @@ fn read(file: &Path) -> io::Result<Vec<KeptTap>> {
     Ok(serde_json::from_slice(&text)?)
 }
 
-/// Removes the devices that a vnetd with this control socket has left, which must not run, and lists those that were there.
-pub fn remove_left(control: &Path) -> Vec<String> {
+/// Removes the devices that a vnetd with this control socket has left, which must not run. Returns the names of those that were there, and
+/// the number of those that stay, because the kernel refused to remove them.
+pub fn remove_left(control: &Path) -> (Vec<String>, usize) {
     KeptTaps::load(control, None).remove_all()
 }
 

@@ -196,11 +196,16 @@ fn remove_taps(file: &Path) -> Result<(), Failure> {
         }
         Err(error) => return Err(error.into()),
     };
-    match &kept::remove_left(&socket)[..] {
-        [] => println!("the vnetd with control socket '{}' has left no TAP device", socket.display()),
-        removed => println!("removed: {}", removed.join(", ")),
+    let (removed, stay) = kept::remove_left(&socket);
+    if !removed.is_empty() {
+        println!("removed: {}", removed.join(", "));
+    } else if stay == 0 {
+        println!("the vnetd with control socket '{}' has left no TAP device", socket.display());
     }
-    Ok(())
+    match stay {
+        0 => Ok(()),
+        stay => Err(format!("{stay} of its TAP devices stay, see above; try again").into()),
+    }
 }
 
 fn summary(desired: &Desired) -> String {

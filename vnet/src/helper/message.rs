@@ -1,7 +1,7 @@
 //! The messages between vnetd and its helper.
 //!
-//! A request is one message of a `SOCK_SEQPACKET` pair: a byte that says what, then its argument; with it comes the descriptor of the
-//! namespace, if it needs one. The answer is an error number, 0 for success, with at most [`DESCRIPTORS_MAX`] descriptors. A text of at most
+//! A request is one message of a `SOCK_SEQPACKET` pair: a byte that says what, then its argument; with it comes the descriptor of a
+//! namespace or a file, if it needs one. The answer is an error number, 0 for success, with at most [`DESCRIPTORS_MAX`] descriptors. A text of at most
 //! [`TEXT_MAX`] bytes may follow an error number: what the kernel says about a program.
 
 use std::ffi::OsStr;

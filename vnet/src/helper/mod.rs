@@ -228,7 +228,7 @@ fn with_descriptor(
 
 impl Helper {
     /// Has the helper carry out a request. Returns the descriptors of its answer.
-    fn ask(&self, request: &Request, namespace: Option<BorrowedFd<'_>>) -> io::Result<Vec<OwnedFd>> {
+    fn ask(&self, request: &Request, passed: Option<BorrowedFd<'_>>) -> io::Result<Vec<OwnedFd>> {
         let failed = |error: io::Error| match error.raw_os_error() {
             Some(libc::EMFILE) => error,
             _ => io::Error::other("vnetd's privileged helper has ended; restart vnetd"),
@@ -238,7 +238,7 @@ impl Helper {
             return Err(io::Error::from_raw_os_error(libc::ENAMETOOLONG));
         }
         let socket = self.socket.lock();
-        send(&socket, &request, namespace.as_slice()).map_err(failed)?;
+        send(&socket, &request, passed.as_slice()).map_err(failed)?;
         let mut room = [0; ANSWER_MAX];
         let (len, descriptors) = receive(&socket, &mut room).map_err(failed)?;
         let ended = || failed(io::ErrorKind::UnexpectedEof.into());

@@ -15,8 +15,8 @@ use super::work::{
 };
 use crate::loader::Loaded;
 
-/// How long the helper reads a process's mappings: the process may block that, and vnetd waits. Once: afterwards nobody is looked at until it
-/// is over.
+/// How long vnetd waits for a process's mappings: the process may block that. While the helper still reads them, other processes' are
+/// unknown.
 const READ_WITHIN: Duration = Duration::from_secs(2);
 
 /// The helper: carries out requests that arrive at `socket`, until its other end is closed.
@@ -63,17 +63,17 @@ impl Worker {
     }
 
     /// Carries out a request. Returns the descriptors that answer it.
-    fn carry_out(&mut self, request: Request, namespace: Option<OwnedFd>) -> io::Result<Vec<OwnedFd>> {
-        let namespace = || namespace.map(File::from).ok_or(io::Error::from(io::ErrorKind::InvalidInput));
+    fn carry_out(&mut self, request: Request, passed: Option<OwnedFd>) -> io::Result<Vec<OwnedFd>> {
+        let passed = || passed.map(File::from).ok_or(io::Error::from(io::ErrorKind::InvalidInput));
         let one = |made: OwnedFd| vec![made];
         match request {
             Request::Namespace(path) => Ok(one(open_namespace(&path)?.into())),
             Request::NewNamespace => Ok(one(make_namespace()?.into())),
-            Request::Socket(kind) => entered(&namespace()?, || kind.open())?.map(one),
+            Request::Socket(kind) => entered(&passed()?, || kind.open())?.map(one),
             Request::OwnPackets => Kind::PACKETS.open().map(one),
-            Request::Tun => Ok(one(entered(&namespace()?, open_tun)??.into())),
+            Request::Tun => Ok(one(entered(&passed()?, open_tun)??.into())),
             Request::DisableIpv6(device) => {
-                entered(&namespace()?, || disable_ipv6_here(&device))?.map(|()| vec![])
+                entered(&passed()?, || disable_ipv6_here(&device))?.map(|()| vec![])
             }
             Request::Mount(folder) => mount_bpffs(&folder).map(|()| vec![]),
             Request::Unmount(folder) => unmount_bpffs(&folder).map(|()| vec![]),
@@ -83,7 +83,7 @@ impl Worker {
                 self.programs = Some(programs);
                 Ok(maps.into())
             }
-            Request::MapsPrivately(pid) => match self.maps_privately(pid, namespace()?) {
+            Request::MapsPrivately(pid) => match self.maps_privately(pid, passed()?) {
                 Some(true) => Ok(vec![]),
                 Some(false) => Err(io::Error::from_raw_os_error(libc::EEXIST)),
                 None => Err(io::Error::from_raw_os_error(libc::ENOENT)),
