@@ -2,7 +2,7 @@
 
 import itertools
 import os
-import re
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,16 +18,19 @@ from vnetlab import daemon, machine, measure, migration, process, store
 from vnetlab.run import LabError, run, wait_until
 from vnetlab.topology import Kind, Node, Topology
 
-PINGERS, INTERVAL_S = 8, 0.008
-"""1 000 pings/s: processes, and the interval of each. At intervals of 4 ms and less, ping waits for each answer."""
+INTERVAL_S = 0.001
+"""Between two pings."""
+PINGS = Path(__file__).parent / "programs" / "steady_pings.py"
 STREAM_S = 12
 RATE = os.environ.get("VNET_TEST_STREAM", "200M")
-"""Offered by the TCP stream in bit/s; 1G for the bar. A guest on a busy host has no processor time for more."""
+"""Offered by the TCP stream in bit/s; 1G for the bar, on an idle machine."""
+WATCH_S = 0.2 if "VNET_TEST_STREAM" in os.environ else 0
+"""Interval at which hosts and store are asked where the machine is. Without a pause, that takes half a processor."""
 SETTLED_S = 30
 """Longest time after the migration until every host has heard of it from the store."""
 BEYOND_S = 0.2
-"""Longest silence beyond the time for which QEMU stops the machine. The best round counts: this host may be busy."""
-ANSWER = re.compile(r"\[(\d+\.\d+)\] \d+ bytes from .* icmp_seq=(\d+)")
+"""Longest silence beyond the time for which QEMU stops the machine. At the bar's load each move counts, otherwise the better one: this
+host may be busy."""
 CUT_GAP_S = 1
 """Longest silence of a machine whose migration fails because the destination is cut off: it never stands still."""
 LOG = "vhost-log"
@@ -37,25 +40,23 @@ LOG = "vhost-log"
 @pytest.fixture(scope="module")
 def topology(make_lab: MakeLab) -> Topology:
     """Three hosts at 10 Gbit/s that find each other through a store, each with a container and a virtual machine."""
-    return make_lab(hosts=3, vms=1, store=True, wire="10g")
+    return make_lab(hosts=3, vms=1, store=True, wire="10g", mtu=8900, underlay_mtu=9000)
 
 
 @contextmanager
-def pings(source: Node, address: str) -> Iterator[list[list[tuple[float, int]]]]:
-    """Pings while the context lasts; then the list holds time and number of each answer, for each process."""
-    answers: list[list[tuple[float, int]]] = []
-    files = [(source.file(f".ping{n}"), source.file(f".ping-log{n}")) for n in range(PINGERS)]
-    words = ["ping", "-n", "-D", "-i", str(INTERVAL_S), address]
-    for pid_file, log in files:
-        log.unlink(missing_ok=True)
-        process.start(machine.namespace_command(source, words), pid_file, log)
+def pings(source: Node, address: str) -> Iterator[list[tuple[float, int]]]:
+    """Pings while the context lasts; then the list holds time and number of each answer."""
+    answers: list[tuple[float, int]] = []
+    pid_file, log = source.file(".pings"), source.file(".pings-log")
+    log.unlink(missing_ok=True)
+    words = [sys.executable, str(PINGS), address, str(INTERVAL_S)]
+    process.start(machine.namespace_command(source, words), pid_file, log)
     try:
         yield answers
     finally:
-        for pid_file, _ in files:
-            process.stop(pid_file)
-    for _, log in files:
-        answers.append([(float(at), int(number)) for at, number in ANSWER.findall(log.read_text())])
+        process.stop(pid_file)
+    lines = map(str.split, log.read_text().splitlines())
+    answers.extend((float(at), int(number)) for at, number in lines)
 
 
 def is_logging(host: Node) -> bool:
@@ -90,6 +91,7 @@ def watch_locations(topology: Topology, vm: Node, places: tuple[Node, Node], ove
             if place not in (seen[who], places[1].name):
                 wrong.append(f"{who}: {seen[who]} then {place}")
             seen[who] = place
+        time.sleep(WATCH_S)
     return wrong + [f"{who}: {place} in the end" for who, place in seen.items() if place != places[1].name]
 
 
@@ -116,24 +118,22 @@ def test_connections_survive_a_live_migration(topology: Topology):
         # The guest's clock stands still meanwhile, so the sender's intervals count.
         intervals = [interval["sum"]["bytes"] for interval in report["intervals"]]
         assert intervals[-1] > 0, "TCP goes on"
-        gaps = [
-            (later - earlier, b - a - 1)
-            for process_answers in answers
-            for (earlier, a), (later, b) in itertools.pairwise(process_answers)
-        ]
+        gaps = [(later - earlier, b - a - 1) for (earlier, a), (later, b) in itertools.pairwise(answers)]
         gap_s = max(gap for gap, _ in gaps)
         lost = sum(number for _, number in gaps if number > 0)
-        sent = sum(each[-1][1] - each[0][1] for each in answers)
-        rate = sent / (answers[0][-1][0] - answers[0][0][0])
+        sent = answers[-1][1] - answers[0][1]
+        rate = sent / (answers[-1][0] - answers[0][0])
         mbit = report["end"]["sum_received"]["bits_per_second"] / 1e6
         silence = f"longest silence {gap_s * 1000:.0f} ms, {lost} of {sent} pings lost, {rate:.0f}/s"
         print(f"{mbit:.0f} Mbit/s, {migrated}, {silence}")
-        assert lost * INTERVAL_S / PINGERS <= gap_s + 1, "pings are lost only while the machine stands still"
+        if RATE == "1G":
+            assert mbit > 900 and rate > 900, "the bar's load passes"
+        assert lost * INTERVAL_S <= gap_s + 1, "pings are lost only while the machine stands still"
         beyond.append(gap_s - migrated.downtime_ms / 1000)
         assert not any(map(is_logging, (source, destination)))
         assert_balanced(topology)
         assert lost <= drops(topology) - before, "every lost ping is a frame that was counted as dropped"
-    assert min(beyond) <= BEYOND_S, beyond
+    assert (max if RATE == "1G" else min)(beyond) <= BEYOND_S, beyond
 
 
 def test_a_failed_migration_changes_nothing(topology: Topology):
@@ -165,7 +165,7 @@ def test_a_failed_migration_changes_nothing(topology: Topology):
         assert seen.is_set()
         wait_for_path(pinger, vm.address)
         wait_until("logging to end", lambda: not is_logging(source), 10)
-    assert sum(map(len, answers)) > 100
+    assert len(answers) > 100
     assert store.records(topology)[f"/vnet/v1/1/interfaces/{vm.mac}"] == before
     assert "h1v1" not in {port["name"] for port in daemon.ask(destination, "stats")["ports"]}
     assert machine.execute(vm, "echo alive").strip() == "alive"
@@ -192,7 +192,7 @@ def test_a_cut_network_ends_a_migration(topology: Topology):
                 migration.migrate(topology, vm, destination, bandwidth=1 << 20)
             cut_at = cutter.result()
             wait_until("logging to end", lambda: not is_logging(source), 10)
-        during = sorted(at for each in answers for at, _ in each if at > cut_at)
+        during = [at for at, _ in answers if at > cut_at]
         assert during[-1] - during[0] > migration.STALL_S / 2, "pings went on"
         assert max(later - earlier for earlier, later in itertools.pairwise(during)) < CUT_GAP_S
         assert store.records(topology)[f"/vnet/v1/1/interfaces/{vm.mac}"] == before
