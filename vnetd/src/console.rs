@@ -33,7 +33,7 @@ const LINE_TIME: Duration = Duration::from_secs(30);
 pub async fn serve(listener: TcpListener, tls: Option<TlsAcceptor>, shared: Shared) {
     let slots = Slots::new(CLIENTS);
     loop {
-        match listener.accept().await {
+        match serve::accept(&listener).await {
             Ok((stream, peer)) => {
                 let Some(slot) = slots.take("console") else {
                     // The socket's send buffer is empty, so this does not block.

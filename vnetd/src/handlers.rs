@@ -6,7 +6,8 @@
 
 #![allow(unused_qualifications, reason = "utoipa writes qualified names")]
 
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
+use std::time::Duration;
 
 use axum::body::Bytes;
 use axum::extract::rejection::{BytesRejection, PathRejection, QueryRejection};
@@ -15,6 +16,8 @@ use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::{Router, middleware};
 use serde::{Deserialize, Serialize};
+use tokio::sync::Mutex;
+use tokio::time::Instant;
 use utoipa::{IntoParams, OpenApi, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
@@ -142,6 +145,43 @@ async fn ask<T: Serialize + Send + 'static>(
     }
 }
 
+/// The time from which on a long list may be answered.
+static NEXT_LIST: LazyLock<Mutex<Instant>> = LazyLock::new(|| Mutex::new(Instant::now()));
+/// Lists may use a processor's time divided by this, one after the other: the processors belong to frames.
+const LISTS_SHARE: u32 = 50;
+/// Longest pause after a list.
+const PAUSE_MAX: Duration = Duration::from_secs(1);
+
+/// Like [`ask`], for a list that may be long.
+async fn ask_list<T: Serialize + Send + 'static>(
+    shared: Shared,
+    question: impl FnOnce(&Engine) -> T + Send + 'static,
+) -> Response {
+    let mut next = NEXT_LIST.lock().await;
+    tokio::time::sleep_until(*next).await;
+    let timed = |engine: &mut Engine| {
+        let start = processor_time();
+        let list = question(engine);
+        Ok((list, processor_time().saturating_sub(start)))
+    };
+    match with_engine(shared, timed).await {
+        Ok((list, taken)) => {
+            let start = processor_time();
+            let answer = json(StatusCode::OK, &list);
+            let taken = taken + processor_time().saturating_sub(start);
+            *next = Instant::now() + (taken * LISTS_SHARE).min(PAUSE_MAX);
+            answer
+        }
+        Err(refused) => refused.into_response(),
+    }
+}
+
+/// Processor time that the calling thread has used.
+fn processor_time() -> Duration {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+}
+
 type Answer = Result<Response, Refused>;
 type Body = Result<Bytes, BytesRejection>;
 /// The requester's identity, set by [`gate::allow`].
@@ -168,7 +208,7 @@ async fn networks(State(shared): State<Shared>) -> Response {
 /// Known MAC addresses, learned and configured
 #[utoipa::path(get, path = "/v1/learned", responses((status = 200, body = Vec<api::Learned>)))]
 async fn learned(State(shared): State<Shared>) -> Response {
-    ask(shared, Engine::learned).await
+    ask_list(shared, Engine::learned).await
 }
 
 /// Flows that the kernel forwards by itself: the 1000 that have carried most bytes
@@ -200,7 +240,7 @@ async fn links(State(shared): State<Shared>) -> Response {
 /// Routes
 #[utoipa::path(get, path = "/v1/routes", responses((status = 200, body = Vec<api::Route>)))]
 async fn list_routes(State(shared): State<Shared>) -> Response {
-    ask(shared, Engine::routes).await
+    ask_list(shared, Engine::routes).await
 }
 
 /// Adds an interface

@@ -89,11 +89,20 @@ fn may_control(peer: &UCred) -> bool {
     peer.uid() == 0 || peer.uid() == rustix::process::geteuid().as_raw()
 }
 
+/// Least time between two connections to a TCP listener: who connects in a loop takes little of the processors, which belong to frames.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(1);
+
+/// Accepts a connection.
+pub async fn accept(listener: &TcpListener) -> io::Result<(TcpStream, SocketAddr)> {
+    tokio::time::sleep(ACCEPT_PAUSE).await;
+    listener.accept().await
+}
+
 /// Accept loop of the API over TCP.
 pub async fn http(listener: TcpListener, tls: Option<TlsAcceptor>, router: Router) {
     let slots = Slots::new(HTTP_CLIENTS);
     loop {
-        match listener.accept().await {
+        match accept(&listener).await {
             Ok((stream, peer)) => {
                 let Some(slot) = slots.take("API") else { continue };
                 let (tls, router) = (tls.clone(), router.clone());

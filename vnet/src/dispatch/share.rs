@@ -7,7 +7,8 @@
 //!
 //! Rate limits are token buckets that all queues of an interface share. Frames above the rate wait in the guest's ring: the guest
 //! sees a slow network, and nothing is dropped. So do all frames of a guest that invents source addresses faster than its learning
-//! limit: each such frame takes the slow path, through the lock of all learned addresses.
+//! limit: each such frame takes the slow path, through the lock of all learned addresses. And so do those of a guest that scatters its
+//! frames over more pieces of memory than a driver needs: it would take much of the dispatcher for few bytes.
 //!
 //! [`Batch::cost`]: crate::frame::Batch::cost
 
@@ -24,6 +25,8 @@ pub const WEIGHT_MAX: u32 = 100;
 pub const LEARNING_PER_S: u32 = 10_000;
 /// Depth of the buckets in nanoseconds at the limit's rate; at least one frame.
 const DEPTH_NS: u64 = 10_000_000;
+/// Maximum rate of pieces of memory that no driver needs, per second: about a hundredth of a core.
+const SCATTERED_PER_S: u64 = 500_000;
 const NS_PER_S: u64 = 1_000_000_000;
 
 /// An interface's share, as configured.
@@ -98,12 +101,13 @@ pub(super) struct Limits {
     bytes: Bucket,
     frames: Bucket,
     sources: Bucket,
+    scattered: Bucket,
 }
 
 impl Default for Limits {
     fn default() -> Limits {
-        let [bytes, frames, sources] = Default::default();
-        Limits { epoch: Instant::now(), bytes, frames, sources }
+        let [bytes, frames, sources, scattered] = Default::default();
+        Limits { epoch: Instant::now(), bytes, frames, sources, scattered }
     }
 }
 
@@ -156,6 +160,10 @@ impl Share {
     #[inline]
     pub(super) fn charge(&mut self, batch: &Batch, now: Instant) {
         self.credit = self.credit.saturating_sub_unsigned(batch.cost());
+        let scattered = batch.scattered() as u64;
+        if scattered > 0 {
+            self.limits.scattered.take(self.limits.now_ns(now), scattered * NS_PER_S / SCATTERED_PER_S);
+        }
         if self.settings.is_limited() {
             self.charge_limits(batch, now);
         }
@@ -181,6 +189,7 @@ impl Share {
             0 => 0,
             _ => limits.sources.wait_ns(now_ns, DEPTH_NS),
         };
+        wait = wait.max(limits.scattered.wait_ns(now_ns, DEPTH_NS));
         if self.settings.is_limited() {
             let [bytes_depth, frames_depth] = self.settings.depths_ns();
             let of_both =
@@ -321,6 +330,30 @@ mod tests {
             (quarter as i64 - 800 * 16).abs() <= 16 && (least as i64 - 512).abs() <= 1,
             "{quarter} {least}"
         );
+    }
+
+    #[test]
+    fn a_guest_that_scatters_its_frames_waits_for_pieces() {
+        let (mut share, start) = (Share::new(weight(100), Arc::default()), Instant::now());
+        let (mut now, mut pieces) = (start, 0);
+        while now < start + Duration::from_secs(10) {
+            match share.grant(now) {
+                Grant::At(at) => now = at,
+                Grant::NextTurn => {}
+                Grant::Cost(_) => {
+                    let mut batch = Batch::new();
+                    batch.charge_refused(254);
+                    pieces += batch.scattered() as u64;
+                    share.charge(&batch, now);
+                }
+            }
+        }
+        let per_s = pieces / 10;
+        assert!((SCATTERED_PER_S..SCATTERED_PER_S * 102 / 100).contains(&per_s), "{per_s}");
+        let mut ordinary = Batch::new();
+        (0..64).for_each(|_| ordinary.charge_refused(19));
+        share.charge(&ordinary, now + Duration::from_secs(1));
+        assert!(!matches!(share.grant(now + Duration::from_secs(1)), Grant::At(_)));
     }
 
     #[test]

@@ -8,6 +8,7 @@
 //! A source fills a [`Batch`], and the dispatcher runs it to completion and clears it. A batch allocates all its memory up front,
 //! and nothing while frames flow.
 
+mod cost;
 mod drop_sink;
 mod hold;
 #[cfg(test)]
@@ -23,6 +24,7 @@ mod sync {
 
 use std::sync::Arc;
 
+pub use cost::{COST_MAX, COST_MIN};
 pub use drop_sink::{DropSink, DroppedFrame, Refusal};
 pub use hold::{Hold, Holds};
 pub use ids::{NetworkId, PortId};
@@ -47,15 +49,6 @@ pub const BATCH_MAX: usize = 64;
 /// Size in bytes of the memory that a batch provides to sources that read frames (TAP): eight frames of maximum size, so that a
 /// batch of super-frames stays in the L2 cache.
 const ARENA_LEN: usize = 8 * (FRAME_MAX + 128);
-/// Cost of a frame in [`Batch::cost`], in bytes: its length, and this for each segment that a receiver without offloads gets. Every frame
-/// costs at least [`COST_MIN`], so a batch is bounded in frames, too.
-const SEGMENT_COST: u64 = 1 << 10;
-/// Least cost of a piece of memory, which may lie in a page of its own.
-const PIECE_COST: u64 = 2 << 10;
-/// Cost of the smallest frame, and of a refused one.
-pub const COST_MIN: u64 = 16 << 10;
-/// Cost of a full batch of small frames: the most that one source is worth in a turn of its dispatcher.
-pub const COST_MAX: u64 = BATCH_MAX as u64 * COST_MIN;
 /// Maximum number of segments of one frame: those of the longest descriptor chain, and the head.
 pub const SEGMENTS_MAX: usize = 256 + 1;
 
@@ -187,6 +180,8 @@ pub struct Batch {
     /// Work that the batch makes, and its upper bound.
     cost: u64,
     budget: u64,
+    /// Pieces of memory that no driver needs, see [`Batch::scattered`].
+    scattered: usize,
     /// Hold counts of the queue that the frames came from, if the queue supports holds.
     holds: Option<Arc<Holds>>,
 }
@@ -218,6 +213,7 @@ impl Batch {
             arena: Scratch::new(ARENA_LEN),
             arena_used: 0,
             cost: 0,
+            scattered: 0,
             budget: u64::MAX,
             holds: None,
         }
@@ -275,7 +271,14 @@ impl Batch {
     /// Forgets the cost of the frames so far: they were charged in the turn in which they were read, and have waited since.
     #[inline]
     pub fn restart_cost(&mut self) {
-        self.cost = 0;
+        (self.cost, self.scattered) = (0, 0);
+    }
+
+    /// Pieces of memory beyond those that a driver needs for such frames, of frames and of refused chains. Each takes the time of a small
+    /// copy.
+    #[inline]
+    pub fn scattered(&self) -> usize {
+        self.scattered
     }
 
     /// True when the cost has reached the budget.
@@ -287,13 +290,14 @@ impl Batch {
     /// Adds the cost of a refused frame that was made of `pieces` of memory.
     #[inline]
     pub fn charge_refused(&mut self, pieces: usize) {
-        self.cost += COST_MIN + PIECE_COST * pieces as u64;
+        self.cost += cost::of_refused(pieces);
+        self.scattered += cost::scattered(0, pieces);
     }
 
     /// Removes all frames; keeps the memory.
     #[inline]
     pub fn clear(&mut self) {
-        self.cost = 0;
+        (self.cost, self.scattered) = (0, 0);
         self.budget = u64::MAX;
         self.frames.clear();
         self.segments.clear();
@@ -517,7 +521,9 @@ impl Builder<'_> {
             return Err(FrameError::TooLong);
         }
         let offload = offload.checked(self.len)?;
-        self.batch.cost += self.cost(&offload);
+        let pieces = self.batch.segments.len() - self.first;
+        self.batch.cost += cost::of(self.len, pieces, &offload);
+        self.batch.scattered += cost::scattered(self.len, pieces);
         self.settle_head();
         let first = self.first;
         let count = self.batch.segments.len() - first;
@@ -537,16 +543,6 @@ impl Builder<'_> {
         self.batch.frames.push(Frame { dst, src, ..frame });
         std::mem::forget(self);
         Ok(())
-    }
-
-    /// Cost of the frame, see [`Batch::cost`].
-    #[inline]
-    fn cost(&self, offload: &Offload) -> u64 {
-        let segments =
-            if offload.gso_size == 0 { 1 } else { self.len.div_ceil(usize::from(offload.gso_size)) };
-        let pieces = self.batch.segments.len() - self.first;
-        let bytes = (self.len as u64).max(PIECE_COST * pieces as u64);
-        (bytes + SEGMENT_COST * segments as u64).max(COST_MIN)
     }
 
     /// Turns the first segment into the head: the frame's first `min(len, HEAD_MAX)` bytes in memory that no guest can change.

@@ -13,7 +13,7 @@
 //!             a burst took long             page faults
 //!   ordinary ------------------> suspected -------------> faulty
 //!       ^                            |                       |
-//!       +--------- after 1 s --------+---- none for 10 s ----+
+//!       +--------- after 1 s --------+----- few for 10 s ----+
 //! ```
 //!
 //! Frames *to* a guest are copied into its pages by whoever sends them; these page faults are not treated.
@@ -24,7 +24,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use super::queue_pairs::{Device, Pair};
+use super::queue_pairs::{Device, FAULTY_NOTE, Pair};
 use super::slow_work::Slow;
 use super::usage::{Faults, now_ms};
 use super::vring::Running;
@@ -40,12 +40,15 @@ const SUSPECTED: Duration = Duration::from_secs(1);
 const LONG: Duration = Duration::from_micros(200);
 /// More page faults in a burst are many.
 const MANY: u64 = 64;
-/// More page faults in a frame whose pages were read before are many, too: the guest has them taken away meanwhile.
+/// More page faults in a frame whose pages were read before are many, too: the front end has taken the pages away meanwhile.
 const MANY_AGAIN: u64 = 32;
+/// Processor time charged for such a frame, so that the interface's threads rest for a second.
+const FINE: Duration = Duration::from_millis(150);
+/// Time that reads pages counts as so much less.
+const READING: u32 = 5;
 /// Most chains whose pages are read at a time: their descriptors are read with the queue locked.
 const AHEAD: usize = 16;
-/// Charged for such a frame, so that the interface's thread rests for a second.
-const FINE: Duration = Duration::from_millis(150);
+/// Size of the smallest page in bytes.
 const PAGE: usize = 4096;
 
 /// Watches the page faults of a transmit queue, for its dispatcher.
@@ -53,7 +56,7 @@ pub(super) struct FaultWatch {
     reader: Arc<Reader>,
     /// Until then, after a burst that took long.
     suspected_until: Option<Instant>,
-    /// The guest has had pages taken away that were read.
+    /// Pages that were read before their frame was taken had been taken away by then.
     lost_again: bool,
     /// Start of the burst, and how long it may take.
     burst: Option<(Instant, Duration)>,
@@ -70,7 +73,7 @@ struct Reader {
 pub(super) enum May {
     /// A burst.
     TakeAll,
-    /// One frame: the pages of so many were read.
+    /// One frame, whose pages were read.
     TakeOne,
     /// Nothing: no frame waits.
     TakeNone,
@@ -117,8 +120,7 @@ impl FaultWatch {
         }
     }
 
-    /// Begins a burst: takes frames by `take` into `batch`, and counts page faults if the queue is suspected or faulty. The result of
-    /// `take` begins with the number of frames.
+    /// Begins a burst: takes frames by `take` into `batch`, and counts page faults if the queue is suspected or faulty.
     #[inline]
     pub(super) fn begin<R>(&mut self, may: May, batch: &mut Batch, take: impl FnOnce(&mut Batch) -> R) -> R {
         let start = Instant::now();
@@ -155,7 +157,7 @@ impl FaultWatch {
             self.reader.device.signals.slow.allowance.charge(FINE);
         }
         if is_long || count > MANY {
-            self.reader.pair().set_faulty();
+            self.reader.found_faulty();
         }
         result
     }
@@ -165,9 +167,24 @@ impl Reader {
     fn pair(&self) -> &Pair {
         &self.device.pairs[self.queue]
     }
+
+    /// The queue had many page faults, or long ones.
+    #[cold]
+    fn found_faulty(&self) {
+        if !self.pair().is_faulty() {
+            let (interface, queue) = (&self.device.options.name, self.queue);
+            tracing::warn!(%interface, queue, "{FAULTY_NOTE}");
+        }
+        self.pair().faulty_until_ms.store(now_ms() + FAULTY.as_millis() as u64, Relaxed);
+    }
 }
 
 impl Slow for Reader {
+    /// Reading pages disturbs nobody but by its time, and a guest whose memory is new to vnetd waits for it.
+    fn charge(&self, taken: Duration) -> Duration {
+        taken / READING
+    }
+
     fn carry_out(&self) {
         let pair = self.pair();
         let mut buffers: Vec<Buffer> = vec![];
@@ -189,7 +206,7 @@ impl Slow for Reader {
         }
         let (count, time) = before.since();
         if count > MANY || count > 0 && time > LONG {
-            pair.set_faulty();
+            self.found_faulty();
         }
         pair.read_ahead.store(false, Release);
         pair.ring();
@@ -203,15 +220,11 @@ impl Pair {
         self.read_ahead.load(Acquire)
     }
 
+    /// True while the interface's thread has to read pages before the dispatcher takes frames.
     #[inline]
-    fn is_faulty(&self) -> bool {
+    pub(super) fn is_faulty(&self) -> bool {
         let until_ms = self.faulty_until_ms.load(Relaxed);
         until_ms != 0 && now_ms() < until_ms
-    }
-
-    #[cold]
-    fn set_faulty(&self) {
-        self.faulty_until_ms.store(now_ms() + FAULTY.as_millis() as u64, Relaxed);
     }
 }
 

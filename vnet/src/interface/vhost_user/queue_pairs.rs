@@ -38,6 +38,11 @@ const NO_LOG: &str = "the front end asked for a log of dirty pages (LOG_ALL) and
 /// Reason: the guest's memory is not the memory that the front end shares.
 const PRIVATE_MEMORY: &str = "the guest kicks, but its rings are empty here, as if its memory were private: start QEMU with \
                               -object memory-backend-memfd,share=on";
+/// Note: pages of the guest's frames are missing again and again; see `faults.rs`.
+pub(super) const FAULTY_NOTE: &str = "the guest's frames take many page faults, so a thread reads their pages first, and the guest sends \
+                                      more slowly: give the VM huge pages, and its memory no changes";
+/// Note: see `event.rs`.
+const SLOW_NOTE: &str = "an eventfd of the front end takes long to signal, so a thread does it, and the guest's interrupts come later";
 /// Number of kicks on a blank ring that prove an active driver: QEMU itself kicks once.
 const BLANK_KICKS: u64 = 2;
 /// How long a change of a queue waits for the kernel to release held chains (zero copy).
@@ -334,9 +339,12 @@ impl Device {
         *self.private_memory.lock() = note;
     }
 
-    /// Likely mistakes in the VM's configuration.
+    /// Likely mistakes in the VM's configuration, and what slows the VM.
     pub(super) fn notes(&self) -> Vec<String> {
-        self.private_memory.lock().clone().into_iter().chain(self.admission.note()).collect()
+        let faulty = self.pairs.iter().any(Pair::is_faulty).then(|| FAULTY_NOTE.to_owned());
+        let slow = self.signals.are_slow().then(|| SLOW_NOTE.to_owned());
+        let private = self.private_memory.lock().clone();
+        [private, self.admission.note(), faulty, slow].into_iter().flatten().collect()
     }
 
     /// Locks the receive vring for frames to `queue`, or the first receive vring if the guest does not use that queue.

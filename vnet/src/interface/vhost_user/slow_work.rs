@@ -9,10 +9,12 @@
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 
 use super::allowance::Allowance;
+use super::usage::processor_time;
 
 /// From this length on, the queue is searched for work whose owner is gone.
 const SEARCHED: usize = 64;
@@ -21,6 +23,11 @@ const SEARCHED: usize = 64;
 pub(super) trait Slow: Send + Sync {
     /// Does it.
     fn carry_out(&self);
+
+    /// What is charged for it if it took `taken` of a processor.
+    fn charge(&self, taken: Duration) -> Duration {
+        taken
+    }
 }
 
 /// The interface's own thread.
@@ -80,8 +87,13 @@ impl std::fmt::Debug for SlowWork {
     }
 }
 
+/// Lowest priority of an ordinary thread: whoever wakes up comes first (sched(7)).
+const NICE_MAX: i32 = 19;
+
 /// Body of the thread.
 fn run(shared: &Shared, allowance: &Allowance) {
+    // On Linux that is the thread's own. If the kernel refuses, the thread disturbs others a little more.
+    let _ = rustix::process::setpriority_process(None, NICE_MAX);
     loop {
         let mut queue = shared.queue.lock();
         let work = loop {
@@ -93,13 +105,19 @@ fn run(shared: &Shared, allowance: &Allowance) {
                 None => shared.news.wait(&mut queue),
             }
         };
-        drop(queue);
-        if let Some(rest) = allowance.rest() {
-            std::thread::sleep(rest);
+        while let Some(rest) = allowance.rest_of_slow() {
+            if queue.ended {
+                return;
+            }
+            shared.news.wait_for(&mut queue, rest);
         }
+        drop(queue);
         if let Some(work) = work.upgrade() {
-            // Also releases what only the work still holds.
-            allowance.charged(move || work.carry_out());
+            let start = processor_time();
+            work.carry_out();
+            allowance.charge(work.charge(processor_time().saturating_sub(start)));
+            // Releases what only the work still holds.
+            allowance.charged(|| drop(work));
         }
     }
 }
@@ -109,7 +127,6 @@ mod tests {
     use super::*;
     use std::sync::atomic::{AtomicUsize, Ordering};
     use std::sync::mpsc::{Sender, channel};
-    use std::time::Duration;
 
     struct Counted(AtomicUsize, Sender<()>);
 

@@ -79,6 +79,7 @@ fn a_queue_that_loses_its_pages_leaves_them_to_a_thread() {
     let before = faults_now();
     assert_eq!(host.receive().len(), FRAMES as usize, "suspected; the page faults are counted");
     assert!(faults_now() - before >= FRAMES * PIECES && is_faulty(&host));
+    assert!(host.interface.notes().concat().contains("page faults"));
     for _ in 0..3 {
         collect(&mut guest);
         lose_pages(&guest);
@@ -140,7 +141,7 @@ fn a_dispatcher_that_was_interrupted_suspects_nobody_for_long() {
         assert_eq!(receive_slowly(&mut host), FRAMES as usize);
         collect(&mut guest);
     }
-    assert!(!is_faulty(&host));
+    assert!(!is_faulty(&host) && host.interface.notes().is_empty());
 }
 
 #[test]

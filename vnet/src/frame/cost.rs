@@ -1,0 +1,62 @@
+//! What a frame costs its dispatcher, in bytes copied.
+
+use super::BATCH_MAX;
+use crate::wire::offload::Offload;
+
+/// A segment that a receiver without offloads gets.
+const SEGMENT: u64 = 1 << 10;
+/// A piece of memory, which may lie in a page of its own; at least.
+const PIECE: u64 = 2 << 10;
+/// Pieces of memory that a driver needs for a frame: its header, and what Linux gives to one buffer (`MAX_SKB_FRAGS`, 17).
+const PIECES_NEEDED: usize = 20;
+/// A driver that does not gather a frame's bytes needs one piece for each so many.
+const PIECE_LEN: usize = 1 << 10;
+/// Cost of the smallest frame, and of a refused one.
+pub const COST_MIN: u64 = 16 << 10;
+/// Cost of a full batch of small frames: the most that one source is worth in a turn of its dispatcher.
+pub const COST_MAX: u64 = BATCH_MAX as u64 * COST_MIN;
+
+/// Cost of a frame: its length or its pieces, and its segments. Every frame costs at least [`COST_MIN`], so a batch is bounded in frames,
+/// too.
+#[inline]
+pub(super) fn of(len: usize, pieces: usize, offload: &Offload) -> u64 {
+    let segments = if offload.gso_size == 0 { 1 } else { len.div_ceil(usize::from(offload.gso_size)) };
+    let bytes = (len as u64).max(PIECE * pieces as u64);
+    (bytes + SEGMENT * segments as u64).max(COST_MIN)
+}
+
+/// Cost of a refused frame that was made of `pieces` of memory.
+#[inline]
+pub(super) fn of_refused(pieces: usize) -> u64 {
+    COST_MIN + PIECE * pieces as u64
+}
+
+/// Pieces of a frame beyond those that a driver needs.
+#[inline]
+pub(super) fn scattered(len: usize, pieces: usize) -> usize {
+    pieces.saturating_sub(PIECES_NEEDED + len / PIECE_LEN)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_drivers_send_is_not_scattered() {
+        assert_eq!(scattered(60, 2), 0);
+        assert_eq!(scattered(65_550, 19), 0, "Linux: header, head, 17 fragments");
+        assert_eq!(scattered(65_550, 66), 0, "a super-frame in buffers of 1 KiB");
+        assert_eq!(scattered(60, 254), 234);
+        assert_eq!(scattered(0, usize::MAX), usize::MAX - 20);
+    }
+
+    #[test]
+    fn a_frame_costs_its_bytes_its_pieces_and_its_segments() {
+        let whole = Offload::default();
+        assert_eq!(of(60, 1, &whole), COST_MIN);
+        assert_eq!(of(60, 254, &whole), (254 << 11) + (1 << 10));
+        assert_eq!(of(64 << 10, 17, &whole), 65 << 10);
+        assert_eq!(of(48_000, 1, &Offload { gso_size: 48, ..whole }), 48_000 + (1_000 << 10));
+        assert_eq!(of_refused(254), COST_MIN + (254 << 11));
+    }
+}
