@@ -20,7 +20,7 @@ from vnetlab.topology import Topology
 P99_MAX, THROUGHPUT_MIN = 2.0, 0.9
 """The bars: beside the attack, in units of what it is beside the control."""
 STRICT = attacks.rounds()
-PHASE = (10_000, 0.001, 1.0) if STRICT else (60, 0.005, 0.3)
+PHASE = (5_000, 0.001, 2.0) if STRICT else (60, 0.005, 0.3)
 """Pings, their interval, and the duration of the stream."""
 LEARNED = 12_000
 """Addresses known when `GET /v1/learned` is tried: the shares of an interface and of a link are nearly full."""

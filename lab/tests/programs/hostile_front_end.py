@@ -8,7 +8,7 @@ writes frames and descriptors once, and sending makes chains available again, so
 the control: the same kind of load on vnetd without the attack, from a process that uses as much processor, 0 to 1.
 
 `segments`: super-frames that vnetd must cut into 1 364 segments each; control: ordinary TCP super-frames.
-`waiters`: 10^5 waiters at each eventfd that vnetd signals or reads; control: at one that vnetd does not know.
+`waiters`: 10^5 waiters at each eventfd that vnetd signals or reads; control: at as many that vnetd does not know.
 `unmapping`: a memory table of 512 MiB, whose pages vnetd has touched, is replaced in a loop; control: it stays.
 `truncation`: the file of frames is truncated while they are sent, and the front end reconnects; control: only that.
 `chains`: frames in 254 pieces, and receive chains of 254 descriptors of 4 GiB with a dirty log; control: ordinary ones.
@@ -115,7 +115,10 @@ Step = Callable[[], None]
 
 
 def run(step: Step | None, sender: Guest, receiver: Guest, paced: int = 0) -> None:
-    """Sends and receives until SIGTERM: as fast as vnetd takes frames, or `paced` at a time; a step after each."""
+    """Sends and receives until SIGTERM, and until vnetd has taken a frame; a step after each burst.
+
+    As fast as vnetd takes frames, or `paced` at a time. vnetd may owe rest to the attack before, and take none at first.
+    """
     over = False
 
     def stop(_number: int, _frame: object) -> None:
@@ -125,7 +128,7 @@ def run(step: Step | None, sender: Guest, receiver: Guest, paced: int = 0) -> No
     signal.signal(signal.SIGTERM, stop)
     print("ready", flush=True)
     begin, used = time.monotonic(), time.process_time()
-    while not over:
+    while not (over and sender.taken):
         sender.offer(paced or SLOTS)
         receiver.offer(RING)
         if step:
@@ -147,15 +150,18 @@ def segments(sender: Guest, receiver: Guest, ends: tuple[str, str], processor: f
 
 def waiters(sender: Guest, receiver: Guest, ends: tuple[str, str], processor: float | None) -> None:
     send_whole(sender, frame(*ends, 60))
-    own = os.eventfd(0, os.EFD_NONBLOCK)
-    events = (sender.kick, sender.call, receiver.kick, receiver.call) if processor is None else (own,)
+    shared = (sender.kick, receiver.kick, sender.call, receiver.call)
+    own = [os.eventfd(0, os.EFD_NONBLOCK) for _ in shared]
+    events = shared if processor is None else own
     kept = [crowd(event) for event in events]
     start(sender, receiver)
     begin, used = time.monotonic(), time.process_time()
 
     def wake() -> None:
         if processor and time.process_time() - used < processor * (time.monotonic() - begin):
-            os.eventfd_write(own, 1)
+            # As often as each other is kicked.
+            for event in own[:2]:
+                os.eventfd_write(event, 1)
 
     run(wake, sender, receiver, paced=8)
     del kept

@@ -37,9 +37,9 @@ const SHARE: u32 = 200;
 /// takes no interrupt and nobody else runs there, for 11 ms with 10^5 waiters.
 const VERY_SLOW: Duration = Duration::from_millis(1);
 /// The thread rests so many times as long as the signal took.
-const PAUSE: u32 = 2_000;
-/// Longest such pause.
-const PAUSE_MAX: Duration = Duration::from_secs(30);
+const PAUSE: u32 = 100;
+/// Longest such rest: another front end may be next.
+const PAUSE_MAX: Duration = Duration::from_secs(1);
 /// How long an interface is suspected after a call that took long.
 const SUSPECTED: Duration = Duration::from_secs(1);
 
