@@ -83,7 +83,7 @@ def command(
     # The driver has to learn an MTU above 1500 from the device: it refuses larger ones otherwise.
     host_mtu = f",host_mtu={mtu}" if mtu > 1500 else ""
     vectors = "" if msix else ",vectors=0"
-    # QEMU's default of 256 holds six super-frames in buffers of one page.
+    # QEMU's default is 256 buffers of 1.5 to 4 KiB: too few for bursts of super-frames.
     ring = ",rx_queue_size=1024"
     queues = topology.settings.queues
     many = ",mq=on" if queues > 1 else ""
@@ -107,7 +107,10 @@ def command(
             "node,memdev=mem",
         ),
         *(netdev or vhost_user(guest, queues, place)),
-        *("-device", f"virtio-net-pci,netdev=net,mac={guest.mac}{vectors},romfile={ring}{host_mtu}{many}{_more(device)}"),
+        *(
+            "-device",
+            f"virtio-net-pci,netdev=net,mac={guest.mac}{vectors},romfile={ring}{host_mtu}{many}{_more(device)}",
+        ),
         *(word for serial in serials for word in serial),
     ]
 

@@ -26,6 +26,9 @@ pub(super) struct Mistakes {
     owners: HashMap<(NetworkId, IpAddr), Vec<String>>,
 }
 
+/// See `dispatch/share.rs`.
+const SCATTERED: &str = "the guest's frames have more descriptors than a driver needs, so they wait";
+
 impl Mistakes {
     /// Collects the IP addresses, and the recent oversize drops, of all interfaces; their senders are guests of this or another host.
     pub fn of(engine: &Engine) -> Mistakes {
@@ -47,6 +50,7 @@ impl Mistakes {
         let mut notes = live.interface.notes();
         notes.extend(self.of_guest(spec, live.port, live.stats.last_bad_source.lately()));
         notes.extend(self.of_addresses(spec));
+        notes.extend(live.drive.gauge.is_scattered().then(|| SCATTERED.to_owned()));
         notes
     }
 

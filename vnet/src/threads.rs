@@ -1,6 +1,10 @@
-//! Threads that read what guests and other hosts send: they open no file, so a program can have them give up that ability.
+//! Threads that read what guests and other hosts send: they open no file, so a program can have them give up that ability. And the
+//! processor time of a thread.
 
 use std::sync::OnceLock;
+use std::time::Duration;
+
+use rustix::time::{ClockId, clock_gettime};
 
 static CONFINE: OnceLock<fn()> = OnceLock::new();
 
@@ -16,4 +20,10 @@ pub(crate) fn confine() {
     if let Some(confine) = CONFINE.get() {
         confine();
     }
+}
+
+/// Processor time that the calling thread has used (CLOCK_THREAD_CPUTIME_ID).
+pub fn processor_time() -> Duration {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }

@@ -28,6 +28,7 @@ use vnet_control::overlay::Computed;
 use crate::events::Hub;
 use crate::follow::Followers;
 use crate::handlers::App;
+use crate::paced::Pace;
 use crate::rdma_engine::RdmaEngine;
 use crate::remote::Remote;
 use crate::shared::Shared;
@@ -351,6 +352,7 @@ fn run(file: &Path, take_over: bool) -> Result<(), Failure> {
             followers: followers.clone(),
             token: remote.token.clone(),
             rdma: rdma.clone(),
+            pace: Pace::default(),
         };
         let own = own_descriptors(&socket, &remote, &folder)?;
         let listener = tokio::net::UnixListener::from_std(socket.try_clone()?)?;

@@ -20,6 +20,7 @@ use vnet_control::engine::Engine;
 use crate::events::Hub;
 use crate::gate::{Caller, Token};
 use crate::handlers::{App, document, routes};
+use crate::paced::Pace;
 use crate::rdma_engine::RdmaEngine;
 
 /// Requests of one input; more only repeat what few show.
@@ -112,7 +113,14 @@ fn app() -> App {
     let events = Hub::new();
     engine.tell(events.sink());
     let (shared, followers) = (Arc::new(Mutex::new(Some(engine))), Arc::default());
-    App { shared, events, followers, token: Some(TOKEN_FILE.clone()), rdma: RdmaEngine::default() }
+    App {
+        shared,
+        events,
+        followers,
+        token: Some(TOKEN_FILE.clone()),
+        rdma: RdmaEngine::default(),
+        pace: Pace::default(),
+    }
 }
 
 /// Built once: describing the requests takes longer than answering them.

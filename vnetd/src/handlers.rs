@@ -6,8 +6,7 @@
 
 #![allow(unused_qualifications, reason = "utoipa writes qualified names")]
 
-use std::sync::{Arc, LazyLock};
-use std::time::Duration;
+use std::sync::Arc;
 
 use axum::body::Bytes;
 use axum::extract::rejection::{BytesRejection, PathRejection, QueryRejection};
@@ -16,8 +15,6 @@ use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::{Router, middleware};
 use serde::{Deserialize, Serialize};
-use tokio::sync::Mutex;
-use tokio::time::Instant;
 use utoipa::{IntoParams, OpenApi, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
@@ -36,6 +33,7 @@ use vnet_control::station::{Station, TraceRequest};
 use crate::events::Hub;
 use crate::follow::{self, Followers};
 use crate::gate::{self, Token};
+use crate::paced::{self, Pace};
 use crate::rdma_engine::RdmaEngine;
 use crate::shared::{BODY_MAX, Refused, Shared, change, json, refusal, with_engine};
 use crate::{capture, events, metrics, script, timeline};
@@ -50,6 +48,13 @@ pub struct App {
     /// Token required for changes over TCP; without a token, changes over TCP are refused.
     pub token: Option<Arc<Token>>,
     pub rdma: RdmaEngine,
+    pub pace: Pace,
+}
+
+impl FromRef<App> for Pace {
+    fn from_ref(app: &App) -> Pace {
+        app.pace.clone()
+    }
 }
 
 impl FromRef<App> for Shared {
@@ -135,7 +140,7 @@ pub fn routes(token: Option<Arc<Token>>) -> Router<App> {
         .layer(middleware::from_fn_with_state(token, gate::allow))
 }
 
-async fn ask<T: Serialize + Send + 'static>(
+pub async fn ask<T: Serialize + Send + 'static>(
     shared: Shared,
     question: impl FnOnce(&Engine) -> T + Send + 'static,
 ) -> Response {
@@ -143,43 +148,6 @@ async fn ask<T: Serialize + Send + 'static>(
         Ok(answer) => json(StatusCode::OK, &answer),
         Err(refused) => refused.into_response(),
     }
-}
-
-/// The time from which on a long list may be answered.
-static NEXT_LIST: LazyLock<Mutex<Instant>> = LazyLock::new(|| Mutex::new(Instant::now()));
-/// Lists may use a processor's time divided by this, one after the other: the processors belong to frames.
-const LISTS_SHARE: u32 = 50;
-/// Longest pause after a list.
-const PAUSE_MAX: Duration = Duration::from_secs(1);
-
-/// Like [`ask`], for a list that may be long.
-async fn ask_list<T: Serialize + Send + 'static>(
-    shared: Shared,
-    question: impl FnOnce(&Engine) -> T + Send + 'static,
-) -> Response {
-    let mut next = NEXT_LIST.lock().await;
-    tokio::time::sleep_until(*next).await;
-    let timed = |engine: &mut Engine| {
-        let start = processor_time();
-        let list = question(engine);
-        Ok((list, processor_time().saturating_sub(start)))
-    };
-    match with_engine(shared, timed).await {
-        Ok((list, taken)) => {
-            let start = processor_time();
-            let answer = json(StatusCode::OK, &list);
-            let taken = taken + processor_time().saturating_sub(start);
-            *next = Instant::now() + (taken * LISTS_SHARE).min(PAUSE_MAX);
-            answer
-        }
-        Err(refused) => refused.into_response(),
-    }
-}
-
-/// Processor time that the calling thread has used.
-fn processor_time() -> Duration {
-    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
-    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
 type Answer = Result<Response, Refused>;
@@ -206,9 +174,10 @@ async fn networks(State(shared): State<Shared>) -> Response {
 }
 
 /// Known MAC addresses, learned and configured
-#[utoipa::path(get, path = "/v1/learned", responses((status = 200, body = Vec<api::Learned>)))]
-async fn learned(State(shared): State<Shared>) -> Response {
-    ask_list(shared, Engine::learned).await
+#[utoipa::path(get, path = "/v1/learned",
+    responses((status = 200, body = Vec<api::Learned>), (status = 503, body = api::Refusal)))]
+async fn learned(State(pace): State<Pace>, State(shared): State<Shared>, Extension(by): By) -> Response {
+    paced::ask(by, pace, shared, Engine::learned).await
 }
 
 /// Flows that the kernel forwards by itself: the 1000 that have carried most bytes
@@ -238,9 +207,10 @@ async fn links(State(shared): State<Shared>) -> Response {
 }
 
 /// Routes
-#[utoipa::path(get, path = "/v1/routes", responses((status = 200, body = Vec<api::Route>)))]
-async fn list_routes(State(shared): State<Shared>) -> Response {
-    ask_list(shared, Engine::routes).await
+#[utoipa::path(get, path = "/v1/routes",
+    responses((status = 200, body = Vec<api::Route>), (status = 503, body = api::Refusal)))]
+async fn list_routes(State(pace): State<Pace>, State(shared): State<Shared>, Extension(by): By) -> Response {
+    paced::ask(by, pace, shared, Engine::routes).await
 }
 
 /// Adds an interface

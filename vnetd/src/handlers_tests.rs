@@ -23,7 +23,14 @@ pub fn app(token: Option<Token>) -> App {
     let events = Hub::new();
     engine.tell(events.sink());
     let (shared, followers) = (Arc::new(Mutex::new(Some(engine))), Arc::default());
-    App { shared, events, followers, token: token.map(Arc::new), rdma: RdmaEngine::default() }
+    App {
+        shared,
+        events,
+        followers,
+        token: token.map(Arc::new),
+        rdma: RdmaEngine::default(),
+        pace: Pace::default(),
+    }
 }
 
 fn token() -> Token {
@@ -92,7 +99,14 @@ async fn the_answer_names_the_link_that_was_made() {
     let peer = PeerLink { name, remote, networks: vec![NetworkId::DEFAULT], spoke: false };
     engine.join(Computed { links: vec![peer], ..Computed::default() }).unwrap();
     let (shared, followers) = (Arc::new(Mutex::new(Some(engine))), Arc::default());
-    let app = App { shared, events: Hub::new(), followers, token: None, rdma: RdmaEngine::default() };
+    let app = App {
+        shared,
+        events: Hub::new(),
+        followers,
+        token: None,
+        rdma: RdmaEngine::default(),
+        pace: Pace::default(),
+    };
     let link = r#"{"name": "h2", "remote": "127.0.1.2:9000", "trusted": true}"#;
     let (status, made) = ask(&app, LOCAL, "POST", "/v1/links", &[], link).await;
     assert_eq!((status, &made["name"]), (201, &"h2".into()), "{made}");

@@ -15,6 +15,7 @@ mod interface_watch;
 mod meetings;
 mod metrics;
 mod overlay;
+mod paced;
 mod privileges;
 mod rdma_engine;
 #[cfg(test)]

@@ -89,7 +89,7 @@ fn may_control(peer: &UCred) -> bool {
     peer.uid() == 0 || peer.uid() == rustix::process::geteuid().as_raw()
 }
 
-/// Least time between two connections to a TCP listener: who connects in a loop takes little of the processors, which belong to frames.
+/// Minimum interval between two accepts on a TCP listener (accept rate limit): a connect flood must not take processors from dispatchers.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(1);
 
 /// Accepts a connection.

@@ -117,7 +117,7 @@ Step = Callable[[], None]
 def run(step: Step | None, sender: Guest, receiver: Guest, paced: int = 0) -> None:
     """Sends and receives until SIGTERM, and until vnetd has taken a frame; a step after each burst.
 
-    As fast as vnetd takes frames, or `paced` at a time. vnetd may owe rest to the attack before, and take none at first.
+    As fast as vnetd takes frames, or `paced` at a time. The attack before may have used up the interface's allowance, so that vnetd takes none at first.
     """
     over = False
 
@@ -159,7 +159,7 @@ def waiters(sender: Guest, receiver: Guest, ends: tuple[str, str], processor: fl
 
     def wake() -> None:
         if processor and time.process_time() - used < processor * (time.monotonic() - begin):
-            # As often as each other is kicked.
+            # One write each, like the attack's two kicks.
             for event in own[:2]:
                 os.eventfd_write(event, 1)
 

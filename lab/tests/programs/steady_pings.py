@@ -1,6 +1,6 @@
 """Sends an ICMP echo request every INTERVAL seconds until it is told to end; prints when each answer came, by number.
 
-Many processes of ping(8) do the same, but take half of a machine with two processors for 1 000 requests a second.
+At intervals of 4 ms and less, ping(8) waits for each answer; several processes of it took 43 % of two processors at 1 000 requests/s.
 
 Usage: steady_pings.py ADDRESS INTERVAL
 Output: lines "SECONDS NUMBER"; seconds since the epoch, requests counted from 0.
@@ -20,7 +20,7 @@ REQUEST = struct.Struct("!BBHHHQ")
 """Type, code, checksum, identifier, sequence number (RFC 792), then the whole number."""
 IDENTIFIER = 0x766E
 CATCH_UP = 10
-"""Requests at most that leave at once because they are late."""
+"""Maximum burst after a late wake-up."""
 
 
 def request(number: int) -> bytes:

@@ -104,6 +104,11 @@ impl Gauge {
         self.queues.iter().filter(|queue| queue.vmm_driven.load(Relaxed)).count()
     }
 
+    /// True while the guest's frames wait, because they have more descriptors than a driver needs (`share.rs`).
+    pub fn is_scattered(&self) -> bool {
+        self.limits.is_scattered()
+    }
+
     /// Frames per second from and to the guest over the last windows, summed over all queues.
     pub fn rate(&self) -> u64 {
         self.queues.iter().map(|queue| queue.rate.load(Relaxed)).sum()

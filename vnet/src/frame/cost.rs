@@ -1,19 +1,21 @@
-//! What a frame costs its dispatcher, in bytes copied.
+//! The cost model of deficit round robin: what a frame costs its dispatcher, in bytes copied.
+//!
+//! A *piece* is one contiguous run of a frame's memory: a descriptor of its chain.
 
 use super::BATCH_MAX;
 use crate::wire::offload::Offload;
 
-/// A segment that a receiver without offloads gets.
+/// Cost of each segment (GSO) that a receiver without offloads gets.
 const SEGMENT: u64 = 1 << 10;
-/// A piece of memory, which may lie in a page of its own; at least.
+/// Least cost of a piece, which may lie in a page of its own.
 const PIECE: u64 = 2 << 10;
-/// Pieces of memory that a driver needs for a frame: its header, and what Linux gives to one buffer (`MAX_SKB_FRAGS`, 17).
+/// Descriptors that a driver needs for any frame. Linux uses 19 at most: virtio-net header, linear part, `MAX_SKB_FRAGS` (17) fragments.
 const PIECES_NEEDED: usize = 20;
-/// A driver that does not gather a frame's bytes needs one piece for each so many.
+/// And one more for each so many bytes: drivers with small fixed buffers (DPDK mbufs, 2 KiB).
 const PIECE_LEN: usize = 1 << 10;
 /// Cost of the smallest frame, and of a refused one.
 pub const COST_MIN: u64 = 16 << 10;
-/// Cost of a full batch of small frames: the most that one source is worth in a turn of its dispatcher.
+/// Largest quantum of a source: a full batch of minimum-cost frames.
 pub const COST_MAX: u64 = BATCH_MAX as u64 * COST_MIN;
 
 /// Cost of a frame: its length or its pieces, and its segments. Every frame costs at least [`COST_MIN`], so a batch is bounded in frames,
@@ -25,13 +27,13 @@ pub(super) fn of(len: usize, pieces: usize, offload: &Offload) -> u64 {
     (bytes + SEGMENT * segments as u64).max(COST_MIN)
 }
 
-/// Cost of a refused frame that was made of `pieces` of memory.
+/// Cost of a refused chain of `pieces` descriptors.
 #[inline]
 pub(super) fn of_refused(pieces: usize) -> u64 {
     COST_MIN + PIECE * pieces as u64
 }
 
-/// Pieces of a frame beyond those that a driver needs.
+/// Descriptors of a frame beyond those that a driver needs.
 #[inline]
 pub(super) fn scattered(len: usize, pieces: usize) -> usize {
     pieces.saturating_sub(PIECES_NEEDED + len / PIECE_LEN)

@@ -180,7 +180,7 @@ pub struct Batch {
     /// Work that the batch makes, and its upper bound.
     cost: u64,
     budget: u64,
-    /// Pieces of memory that no driver needs, see [`Batch::scattered`].
+    /// See [`Batch::scattered`].
     scattered: usize,
     /// Hold counts of the queue that the frames came from, if the queue supports holds.
     holds: Option<Arc<Holds>>,
@@ -274,8 +274,7 @@ impl Batch {
         (self.cost, self.scattered) = (0, 0);
     }
 
-    /// Pieces of memory beyond those that a driver needs for such frames, of frames and of refused chains. Each takes the time of a small
-    /// copy.
+    /// Descriptors of all frames and refused chains beyond those that a driver needs (`cost::scattered`).
     #[inline]
     pub fn scattered(&self) -> usize {
         self.scattered
@@ -287,7 +286,7 @@ impl Batch {
         self.cost >= self.budget
     }
 
-    /// Adds the cost of a refused frame that was made of `pieces` of memory.
+    /// Adds the cost of a refused chain of `pieces` descriptors.
     #[inline]
     pub fn charge_refused(&mut self, pieces: usize) {
         self.cost += cost::of_refused(pieces);

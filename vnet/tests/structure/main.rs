@@ -60,6 +60,7 @@ const ROOMS: [(&str, &[&str]); 21] = [
             "netlink",
             "copy",
             "log_limit",
+            "threads",
             "inherit",
         ],
     ),

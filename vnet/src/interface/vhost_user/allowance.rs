@@ -10,8 +10,8 @@ use parking_lot::Mutex;
 
 use super::usage::processor_time;
 
-/// An interface's threads may use one processor's time divided by this: with a hundredth, 99 of 100 round trips of its neighbours meet none
-/// of their work.
+/// An interface's threads may use one processor's time divided by this. At 1 % they hardly touch the 99th percentile of its neighbours'
+/// round trips; at 5 % they trebled it (docs/lab-notes/2026-11-26-attacks.md).
 const SHARE: u32 = 100;
 /// Processor time that needs no rest, if there was little work before.
 const CREDIT: Duration = Duration::from_millis(100);
@@ -23,14 +23,11 @@ const REST_MAX: Duration = Duration::from_secs(1);
 pub(super) struct Allowance {
     /// When the bucket is full again.
     full_at: Mutex<Instant>,
-    /// Until then the thread for slow work rests, whatever is in the bucket.
-    paused_until: Mutex<Instant>,
 }
 
 impl Default for Allowance {
     fn default() -> Allowance {
-        let now = Instant::now();
-        Allowance { full_at: Mutex::new(now), paused_until: Mutex::new(now) }
+        Allowance { full_at: Mutex::new(Instant::now()) }
     }
 }
 
@@ -53,15 +50,14 @@ impl Allowance {
         self.rest_at(Instant::now())
     }
 
-    /// Has the thread for slow work rest.
-    pub(super) fn pause(&self, duration: Duration) {
-        *self.paused_until.lock() = Instant::now() + duration;
+    /// Empties the bucket: the next work is followed by a rest.
+    pub(super) fn forfeit_credit(&self) {
+        self.forfeit_credit_at(Instant::now());
     }
 
-    /// How long the thread for slow work has to rest; `None`: it may work.
-    pub(super) fn rest_of_slow(&self) -> Option<Duration> {
-        let paused = self.paused_until.lock().saturating_duration_since(Instant::now());
-        self.rest().into_iter().chain((!paused.is_zero()).then_some(paused)).max()
+    fn forfeit_credit_at(&self, now: Instant) {
+        let mut full_at = self.full_at.lock();
+        *full_at = (*full_at).max(now + CREDIT * SHARE);
     }
 
     fn charge_at(&self, taken: Duration, now: Instant) {
@@ -113,12 +109,14 @@ mod tests {
     }
 
     #[test]
-    fn a_pause_is_for_the_thread_for_slow_work_alone() {
-        let allowance = Allowance::default();
-        assert_eq!(allowance.rest_of_slow(), None);
-        allowance.pause(Duration::from_secs(1_000));
-        assert!(allowance.rest_of_slow() > Some(Duration::from_secs(900)));
-        assert_eq!(allowance.rest(), None);
+    fn without_credit_work_is_followed_by_a_rest() {
+        let (allowance, now) = (Allowance::default(), Instant::now());
+        allowance.forfeit_credit_at(now);
+        assert_eq!(allowance.rest_at(now), None, "there was no work");
+        allowance.charge_at(Duration::from_millis(3), now);
+        assert_eq!(allowance.rest_at(now), Some(Duration::from_millis(300)));
+        allowance.forfeit_credit_at(now);
+        assert_eq!(allowance.rest_at(now), Some(Duration::from_millis(300)), "no more than the credit");
     }
 
     #[test]

@@ -33,13 +33,6 @@ const SLOW: Duration = Duration::from_micros(100);
 const AVOIDED: Duration = Duration::from_secs(10);
 /// Slow calls take at most this part of a dispatcher.
 const SHARE: u32 = 200;
-/// After a signal that takes longer than this, the interface's own thread rests: while the kernel walks through the waiters, that processor
-/// takes no interrupt and nobody else runs there, for 11 ms with 10^5 waiters.
-const VERY_SLOW: Duration = Duration::from_millis(1);
-/// The thread rests so many times as long as the signal took.
-const PAUSE: u32 = 100;
-/// Longest such rest: another front end may be next.
-const PAUSE_MAX: Duration = Duration::from_secs(1);
 /// How long an interface is suspected after a call that took long.
 const SUSPECTED: Duration = Duration::from_secs(1);
 
@@ -81,7 +74,7 @@ pub(super) struct Signals {
     null: File,
     /// The interface's own thread, which signals slow eventfds.
     pub(super) slow: SlowWork,
-    /// With all eventfds of the interface.
+    /// Shared by all eventfds of the interface.
     patience: Patience,
 }
 
@@ -182,7 +175,7 @@ impl Patience {
     #[inline]
     fn time<R>(&self, call: impl FnOnce() -> R) -> R {
         if is_before(&self.suspected_until_ms) {
-            return self.time_exactly(call);
+            return self.time_exactly(call).0;
         }
         let start = Instant::now();
         let result = call();
@@ -192,19 +185,20 @@ impl Patience {
         result
     }
 
-    /// Decides by the thread's processor time whether a suspected eventfd is slow.
+    /// Decides by the thread's processor time whether a suspected eventfd is slow. Also returns that.
     #[cold]
-    fn time_exactly<R>(&self, call: impl FnOnce() -> R) -> R {
+    fn time_exactly<R>(&self, call: impl FnOnce() -> R) -> (R, bool) {
         let start = processor_time();
         let result = call();
         let taken = processor_time().saturating_sub(start);
-        if taken > SLOW {
+        let is_slow = taken > SLOW;
+        if is_slow {
             // Still suspected afterwards, so that one more slow call suffices.
             let until_ms = now_ms() + AVOIDED.max(taken * SHARE).as_millis() as u64;
             self.avoided_until_ms.fetch_max(until_ms, Relaxed);
             self.suspected_until_ms.fetch_max(until_ms + SUSPECTED.as_millis() as u64, Relaxed);
         }
-        result
+        (result, is_slow)
     }
 }
 
@@ -270,11 +264,10 @@ impl Event {
 impl Slow for Notifying {
     fn carry_out(&self) {
         self.waits.swap(false, AcqRel);
-        let start = processor_time();
-        self.signals.patience.time_exactly(|| self.signals.signal(&self.file));
-        let taken = processor_time().saturating_sub(start);
-        if taken > VERY_SLOW {
-            self.signals.slow.allowance.pause((taken * PAUSE).min(PAUSE_MAX));
+        let (_, is_slow) = self.signals.patience.time_exactly(|| self.signals.signal(&self.file));
+        if is_slow {
+            // The kernel walks through the waiters with interrupts off, 11 ms for 10^5: no burst of such signals.
+            self.signals.slow.allowance.forfeit_credit();
         }
     }
 }

@@ -40,15 +40,15 @@ const SUSPECTED: Duration = Duration::from_secs(1);
 const LONG: Duration = Duration::from_micros(200);
 /// More page faults in a burst are many.
 const MANY: u64 = 64;
-/// More page faults in a frame whose pages were read before are many, too: the front end has taken the pages away meanwhile.
+/// The same for a frame that was read ahead: more page faults mean that the front end evicts pages on purpose.
 const MANY_AGAIN: u64 = 32;
-/// Processor time charged for such a frame, so that the interface's threads rest for a second.
+/// Penalty for such a frame, charged as processor time: the interface's threads rest for a second.
 const FINE: Duration = Duration::from_millis(150);
-/// Time that reads pages counts as so much less.
-const READING: u32 = 5;
+/// Read-ahead is charged at its processor time divided by this, so it may take 5 % of a processor.
+const READ_AHEAD_DISCOUNT: u32 = 5;
 /// Most chains whose pages are read at a time: their descriptors are read with the queue locked.
 const AHEAD: usize = 16;
-/// Size of the smallest page in bytes.
+/// Base page size in bytes.
 const PAGE: usize = 4096;
 
 /// Watches the page faults of a transmit queue, for its dispatcher.
@@ -56,7 +56,7 @@ pub(super) struct FaultWatch {
     reader: Arc<Reader>,
     /// Until then, after a burst that took long.
     suspected_until: Option<Instant>,
-    /// Pages that were read before their frame was taken had been taken away by then.
+    /// Pages vanished between read-ahead and the frame's copy: the front end evicts them on purpose.
     lost_again: bool,
     /// Start of the burst, and how long it may take.
     burst: Option<(Instant, Duration)>,
@@ -73,7 +73,7 @@ struct Reader {
 pub(super) enum May {
     /// A burst.
     TakeAll,
-    /// One frame, whose pages were read.
+    /// One frame, already read ahead.
     TakeOne,
     /// Nothing: no frame waits.
     TakeNone,
@@ -168,7 +168,7 @@ impl Reader {
         &self.device.pairs[self.queue]
     }
 
-    /// The queue had many page faults, or long ones.
+    /// Marks the queue as faulty for [`FAULTY`]; logs the transition.
     #[cold]
     fn found_faulty(&self) {
         if !self.pair().is_faulty() {
@@ -180,9 +180,9 @@ impl Reader {
 }
 
 impl Slow for Reader {
-    /// Reading pages disturbs nobody but by its time, and a guest whose memory is new to vnetd waits for it.
+    /// Page faults hold no lock that dispatchers wait for, unlike unmapping; and an ordinary guest whose memory is new waits for them.
     fn charge(&self, taken: Duration) -> Duration {
-        taken / READING
+        taken / READ_AHEAD_DISCOUNT
     }
 
     fn carry_out(&self) {
@@ -220,7 +220,7 @@ impl Pair {
         self.read_ahead.load(Acquire)
     }
 
-    /// True while the interface's thread has to read pages before the dispatcher takes frames.
+    /// True while frames are read ahead by the interface's own thread before the dispatcher takes them.
     #[inline]
     pub(super) fn is_faulty(&self) -> bool {
         let until_ms = self.faulty_until_ms.load(Relaxed);

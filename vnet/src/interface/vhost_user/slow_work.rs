@@ -24,7 +24,7 @@ pub(super) trait Slow: Send + Sync {
     /// Does it.
     fn carry_out(&self);
 
-    /// What is charged for it if it took `taken` of a processor.
+    /// Processor time charged to the interface's allowance for work that took `taken`.
     fn charge(&self, taken: Duration) -> Duration {
         taken
     }
@@ -87,12 +87,12 @@ impl std::fmt::Debug for SlowWork {
     }
 }
 
-/// Lowest priority of an ordinary thread: whoever wakes up comes first (sched(7)).
+/// Lowest scheduling priority (sched(7)): dispatchers and guests preempt this thread.
 const NICE_MAX: i32 = 19;
 
 /// Body of the thread.
 fn run(shared: &Shared, allowance: &Allowance) {
-    // On Linux that is the thread's own. If the kernel refuses, the thread disturbs others a little more.
+    // On Linux the nice value is per thread. Best effort: without it the thread competes as an equal.
     let _ = rustix::process::setpriority_process(None, NICE_MAX);
     loop {
         let mut queue = shared.queue.lock();
@@ -105,7 +105,7 @@ fn run(shared: &Shared, allowance: &Allowance) {
                 None => shared.news.wait(&mut queue),
             }
         };
-        while let Some(rest) = allowance.rest_of_slow() {
+        while let Some(rest) = allowance.rest() {
             if queue.ended {
                 return;
             }
@@ -116,7 +116,7 @@ fn run(shared: &Shared, allowance: &Allowance) {
             let start = processor_time();
             work.carry_out();
             allowance.charge(work.charge(processor_time().saturating_sub(start)));
-            // Releases what only the work still holds.
+            // The last reference may unmap the guest's memory.
             allowance.charged(|| drop(work));
         }
     }

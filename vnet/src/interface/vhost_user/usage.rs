@@ -3,13 +3,7 @@
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
-use rustix::time::{ClockId, clock_gettime};
-
-/// Processor time that the calling thread has taken.
-pub(super) fn processor_time() -> Duration {
-    let time = clock_gettime(ClockId::ThreadCPUTime);
-    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
-}
+pub(super) use crate::threads::processor_time;
 
 /// What a thread has used so far, for page faults.
 #[derive(Clone, Copy)]
