@@ -117,8 +117,8 @@ Step = Callable[[], None]
 def run(step: Step | None, sender: Guest, receiver: Guest, paced: int = 0) -> None:
     """Sends and receives until SIGTERM, and until vnetd has taken a frame; a step after each burst.
 
-    As fast as vnetd takes frames, or `paced` at a time. The attack before may have used up the interface's allowance, so
-    that vnetd takes none at first.
+    As fast as vnetd takes frames, or `paced` at a time. vnetd may take none at first: the attack before may have used
+    up the interface's allowance.
     """
     over = False
 
