@@ -341,7 +341,7 @@ impl Core {
             path.settle();
         }
         for id in before.ports_missing_in(&setup) {
-            self.shared.learned().forget_port(id);
+            self.shared.learned().remove_port(id, &setup.table, self.now_ms());
         }
     }
 

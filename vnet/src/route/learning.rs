@@ -264,7 +264,7 @@ pub(super) struct Book {
     pub(super) stats: LearnedStats,
     housekeeping_at_ms: u64,
     /// Addresses that two stations use.
-    conflicts: Conflicts,
+    pub(super) conflicts: Conflicts,
     /// The last [`MOVES_KEPT`] moves, newest last.
     moves: VecDeque<Moved>,
     /// Scratch list of the shares of one housekeeping sweep.

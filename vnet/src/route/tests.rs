@@ -157,6 +157,25 @@ fn configured_addresses_stay_where_they_are() {
 }
 
 #[test]
+fn a_machine_that_has_moved_is_known_when_its_interface_goes() {
+    let mut there = members();
+    there[1].mac = Some(mac(7));
+    let mut router = router(vec![], &there);
+    router.route(&flow(LINK, mac(7), mac(1)), 0);
+    router.route(&flow(LINK, mac(8), mac(1)), 0);
+    there.remove(1);
+    let without = Arc::new(Table::build(vec![], &[learning()], &there));
+    router.adopt(without.clone());
+    router.learned.remove_port(GUEST, &without, 10);
+    assert_eq!(router.route(&flow(HOST, mac(1), mac(7)), 10), Decision::To(LINK), "it was heard there");
+    let entries = router.learned.entries(&without, 10);
+    assert_eq!(entries.iter().map(|entry| entry.mac).collect::<Vec<_>>(), [mac(1), mac(7), mac(8)]);
+    // What was heard too long ago is not known.
+    let expired = 1_000 * u64::from(AGEING_S) + 1;
+    assert!(matches!(router.route(&flow(HOST, mac(1), mac(7)), expired), Decision::Copies(_)));
+}
+
+#[test]
 fn an_address_in_two_places_is_frozen_and_thaws() {
     let mut router = router(vec![], &members());
     let claim = |n: u32| flow([HOST, GUEST][n as usize % 2], mac(1), mac(2));

@@ -11,7 +11,7 @@
 //!
 //! Both signalling and reading wake every waiter of the eventfd inside the call, and the front end may have added 10^5 of them.
 //! So each call is timed. If one takes long, all eventfds of its interface are left to the interface's own thread for [`AVOIDED`]: it
-//! signals instead of the dispatchers, and kicks are not counted meanwhile.
+//! signals instead of the dispatchers, kicks are not counted, and dispatchers do not watch them (`looks.rs`).
 
 use std::fs::File;
 use std::io::{self, IoSliceMut};
@@ -98,6 +98,12 @@ impl Signals {
     /// True while the interface's own thread signals instead of dispatchers.
     pub(super) fn are_slow(&self) -> bool {
         self.patience.is_spent()
+    }
+
+    /// Makes all eventfds of the interface slow, or ordinary.
+    #[cfg(test)]
+    pub(super) fn set_slow(&self, slow: bool) {
+        self.patience.avoided_until_ms.store(if slow { u64::MAX } else { 0 }, Relaxed);
     }
 
     /// Adds one to an eventfd. A full counter stays unchanged and is readable anyway. Returns true on success.
@@ -294,8 +300,13 @@ impl KickEvent {
         KickEvent(Arc::new(Kicking { file, signals }))
     }
 
-    /// Reads and resets the counter without blocking, whatever the front end has done to the eventfd. A slow eventfd is not read:
-    /// its kicks wake the dispatcher all the same.
+    /// True while dispatchers must not touch the interface's eventfds.
+    pub(super) fn is_slow(&self) -> bool {
+        self.0.signals.are_slow()
+    }
+
+    /// Reads and resets the counter without blocking, whatever the front end has done to the eventfd. A slow eventfd is not
+    /// read.
     pub(super) fn drain(&self) -> u64 {
         let Kicking { file, signals } = &*self.0;
         let patience = &signals.patience;

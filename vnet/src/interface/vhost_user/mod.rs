@@ -20,6 +20,7 @@ mod faults;
 mod features;
 #[cfg(any(test, feature = "test-util"))]
 pub mod fuzz;
+mod looks;
 mod options;
 mod private;
 mod queue_pairs;

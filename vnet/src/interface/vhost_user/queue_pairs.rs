@@ -42,7 +42,8 @@ const PRIVATE_MEMORY: &str = "the guest kicks, but its rings are empty here, as 
 pub(super) const FAULTY_NOTE: &str = "the guest's frames take many page faults, so a thread reads their pages first, and the guest sends \
                                       more slowly: give the VM huge pages, and its memory no changes";
 /// Note: see `event.rs`.
-const SLOW_NOTE: &str = "an eventfd of the front end takes long to signal, so a thread does it, and the guest's interrupts come later";
+const SLOW_NOTE: &str = "an eventfd of the front end takes long to signal, so a thread does it: the guest's interrupts and its frames \
+                         come later";
 /// Number of kicks on a blank ring that prove an active driver: QEMU itself kicks once.
 const BLANK_KICKS: u64 = 2;
 /// How long a change of a queue waits for the kernel to release held chains (zero copy).
@@ -537,6 +538,13 @@ impl Health {
 }
 
 impl Pair {
+    /// True while the dispatcher must not touch the pair: whoever changes it or reads its pages may hold the lock, and wakes the
+    /// dispatcher afterwards.
+    #[inline]
+    pub(super) fn is_left_alone(&self) -> bool {
+        self.changing.load(Ordering::Relaxed) || self.is_read()
+    }
+
     pub(super) fn ring(&self) {
         // Fails only if the counter is full; in that case the eventfd is already readable.
         let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());

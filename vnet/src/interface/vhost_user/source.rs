@@ -11,6 +11,7 @@ use std::sync::atomic::Ordering;
 use parking_lot::{ArcMutexGuard, RawMutex};
 
 use super::faults::{FaultWatch, May};
+use super::looks::Look;
 use super::queue_pairs::{Device, POISONED, Pair, RARP_LEN, Transmit};
 use crate::frame::{Batch, DropSink, Segment};
 use crate::interface::virtqueue::net::take;
@@ -30,13 +31,16 @@ pub(super) struct GuestSource {
     /// The announcement in the last fill, see [`Device::announce`].
     announcement: Option<Box<[u8; RARP_LEN]>>,
     faults: FaultWatch,
+    /// Wakes the dispatcher while kicks are not watched.
+    look: Arc<Look>,
 }
 
 impl GuestSource {
     /// Creates the source of `queue`, which must be less than the device's number of queue pairs.
     pub(super) fn new(device: Arc<Device>, queue: usize) -> GuestSource {
         let faults = FaultWatch::new(device.clone(), queue);
-        GuestSource { device, queue, locked: None, broke: None, announcement: None, faults }
+        let look = Look::new(device.clone(), queue);
+        GuestSource { device, queue, locked: None, broke: None, announcement: None, faults, look }
     }
 
     fn pair(&self) -> &Pair {
@@ -79,7 +83,7 @@ impl Source for GuestSource {
     // SAFETY: segments point into guest memory that the batch's owner keeps mapped; their chains go back only in `give_back`.
     unsafe fn fill(&mut self, batch: &mut Batch, drops: &mut DropSink, _now_ms: u64) -> Taken {
         let nothing = Taken { drained: true, ..Taken::default() };
-        if self.pair().changing.load(Ordering::Relaxed) || self.pair().is_read() {
+        if self.pair().is_left_alone() {
             return nothing;
         }
         let mut locked = self.pair().transmit.lock_arc();
@@ -153,13 +157,20 @@ impl Source for GuestSource {
     }
 
     fn rest(&mut self) -> bool {
-        // While pages are read, kicks are not needed: the reader wakes the dispatcher.
-        self.pair().is_read() || self.pair().transmit.lock().vring.arm()
+        let pair = self.pair();
+        if pair.is_left_alone() {
+            return true;
+        }
+        let mut transmit = pair.transmit.lock();
+        match transmit.vring.rest_unwatched() {
+            Some(false) => false,
+            Some(true) if self.look.later() => true,
+            _ => transmit.vring.arm(),
+        }
     }
 
     fn resume(&mut self) {
-        // Nothing was armed while pages are read, and the reader may hold the lock.
-        if !self.pair().is_read() {
+        if !self.pair().is_left_alone() {
             let kicks = self.pair().transmit.lock().vring.disarm();
             self.device.stats.kicks.add(kicks);
         }

@@ -100,6 +100,8 @@ pub(super) struct Vring {
     waker: Option<Waker>,
     /// True if the dispatcher may be asleep, waiting for a kick.
     armed: bool,
+    /// True while the dispatcher does not watch kicks, because eventfds of the interface are slow; see `looks.rs`.
+    ignores_kicks: bool,
     /// Number of kicks counted since the ring was started.
     kicks: u64,
     /// The reason why kicks cannot wake the dispatcher.
@@ -336,10 +338,14 @@ impl Vring {
     }
 
     fn watch_kick(&mut self) {
+        self.ignores_kicks = false;
         self.unwatched = None;
-        if let (true, Some(waker), Some(Kick::Event(kick))) = (self.transmit, &self.waker, &self.kick)
-            && let Err(error) = waker.watch(kick)
-        {
+        let (true, Some(waker), Some(Kick::Event(kick))) = (self.transmit, &self.waker, &self.kick) else {
+            return;
+        };
+        if kick.is_slow() {
+            self.ignores_kicks = true;
+        } else if let Err(error) = waker.watch(kick) {
             self.set_unwatched(format!("cannot watch the guest's notifications: {error}"));
         }
     }
@@ -415,8 +421,29 @@ impl Vring {
         }
     }
 
+    /// If kicks are slow, no longer watches them, and returns whether the dispatcher may sleep until a [`Look`] wakes it.
+    ///
+    /// [`Look`]: super::looks::Look
+    #[cold]
+    pub(super) fn rest_unwatched(&mut self) -> Option<bool> {
+        let Some(Kick::Event(kick)) = &self.kick else { return None };
+        if !kick.is_slow() {
+            return None;
+        }
+        if !std::mem::replace(&mut self.ignores_kicks, true)
+            && let Some(waker) = &self.waker
+        {
+            waker.forget(kick);
+        }
+        // A broken ring is taken from, to find it broken.
+        Some(self.running().is_none_or(|running| matches!(running.ring.ensure(1), Ok(0))))
+    }
+
     /// See [`Interface::arm`](crate::interface::Interface::arm).
     pub(super) fn arm(&mut self) -> bool {
+        if self.ignores_kicks {
+            self.watch_kick();
+        }
         self.armed = true;
         let polled = matches!(self.kick, Some(Kick::Poll));
         self.running().is_none_or(|running| !polled && running.ring.arm())

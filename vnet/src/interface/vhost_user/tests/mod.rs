@@ -5,6 +5,7 @@ mod flow;
 mod held;
 mod hostile;
 mod landing;
+mod looks;
 mod migration;
 mod optimistic;
 mod sideband;
