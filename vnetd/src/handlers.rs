@@ -14,7 +14,7 @@ use axum::extract::{DefaultBodyLimit, Extension, FromRef, Path, Query, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::{Router, middleware};
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 use utoipa::{IntoParams, OpenApi, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
@@ -35,7 +35,7 @@ use crate::follow::{self, Followers};
 use crate::gate::{self, Token};
 use crate::paced::{self, Pace};
 use crate::rdma_engine::RdmaEngine;
-use crate::shared::{BODY_MAX, Refused, Shared, change, json, refusal, with_engine};
+use crate::shared::{BODY_MAX, Refused, Shared, ask, change, json, refusal, with_engine};
 use crate::{capture, events, metrics, script, timeline};
 
 /// State of the handlers.
@@ -138,16 +138,6 @@ pub fn routes(token: Option<Arc<Token>>) -> Router<App> {
         .layer(DefaultBodyLimit::max(BODY_MAX))
         .layer(middleware::from_fn(gate::whole_body))
         .layer(middleware::from_fn_with_state(token, gate::allow))
-}
-
-pub async fn ask<T: Serialize + Send + 'static>(
-    shared: Shared,
-    question: impl FnOnce(&Engine) -> T + Send + 'static,
-) -> Response {
-    match with_engine(shared, |engine| Ok(question(engine))).await {
-        Ok(answer) => json(StatusCode::OK, &answer),
-        Err(refused) => refused.into_response(),
-    }
 }
 
 type Answer = Result<Response, Refused>;

@@ -16,8 +16,7 @@ use vnet::threads::processor_time;
 use vnet_control::engine::Engine;
 use vnet_control::events::Asker;
 
-use crate::handlers;
-use crate::shared::{Shared, json, refusal, with_engine};
+use crate::shared::{self, Shared, json, refusal, with_engine};
 
 /// Lists take at most a processor's time divided by this: they must not show in the 99th percentile of round trips.
 const SHARE: u32 = 200;
@@ -37,7 +36,7 @@ pub async fn ask<T: Serialize + Send + 'static>(
     question: impl FnOnce(&Engine) -> T + Send + 'static,
 ) -> Response {
     if !matches!(by, Asker::Http(_)) {
-        return handlers::ask(shared, question).await;
+        return shared::ask(shared, question).await;
     }
     let turn = async {
         let next = pace.0.lock_owned().await;

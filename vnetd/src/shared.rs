@@ -117,6 +117,17 @@ pub async fn with_engine<T: Send + 'static>(
     done.await.unwrap_or_else(|_| Err(stopping()))
 }
 
+/// Answers with what the engine says.
+pub async fn ask<T: Serialize + Send + 'static>(
+    shared: Shared,
+    question: impl FnOnce(&Engine) -> T + Send + 'static,
+) -> Response {
+    match with_engine(shared, |engine| Ok(question(engine))).await {
+        Ok(answer) => json(StatusCode::OK, &answer),
+        Err(refused) => refused.into_response(),
+    }
+}
+
 /// Like [`with_engine`], for a change, which the engine logs with the name of `asker`.
 pub async fn change<T: Send + 'static>(
     shared: Shared,

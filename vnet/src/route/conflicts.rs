@@ -1,14 +1,11 @@
 //! Stations that share one MAC address: logged, and the latest kept for control.
 //!
 //! A virtual machine that migrates is such a conflict for a moment: it is configured on an interface here, and is heard from another
-//! host. When the interface is removed, its address is known there at once. Otherwise frames to it would be flooded until it
-//! sends again, and arrive twice where other hosts have routes to it.
+//! host. When the interface is removed, its address is known there at once (`sightings.rs`). Otherwise frames to it would be flooded
+//! until it sends again, and arrive twice where other hosts have routes to it.
 
 use std::collections::{HashMap, VecDeque};
 
-use super::addresses::Heard;
-use super::learning::{Claim, Learned};
-use super::table::Table;
 use crate::frame::{NetworkId, PortId};
 use crate::log_limit::LogLimit;
 use crate::wire::ethernet::Mac;
@@ -65,7 +62,7 @@ impl Conflicts {
     }
 
     /// Conflicts about addresses configured on `port`.
-    fn about(&self, port: PortId) -> Vec<Conflict> {
+    pub(super) fn about(&self, port: PortId) -> Vec<Conflict> {
         self.latest.iter().filter(|known| known.at == port).copied().collect()
     }
 
@@ -78,25 +75,6 @@ impl Conflicts {
     pub(super) fn lately(&self, now_ms: u64) -> Vec<Conflict> {
         let is_recent = |known: &&Conflict| now_ms.saturating_sub(known.seen_ms) < REMEMBERED_MS;
         self.latest.iter().filter(is_recent).copied().collect()
-    }
-}
-
-impl Learned {
-    /// Removes a port, see [`Learned::forget_port`]. Addresses configured on it that were heard from another port are known there from
-    /// now on, unless they aged out or are known already. `table` is without the port.
-    pub(crate) fn remove_port(&self, port: PortId, table: &Table, now_ms: u64) {
-        let moved = self.book.lock().conflicts.about(port);
-        self.forget_port(port);
-        for Conflict { network, mac, also, seen_ms, .. } in moved {
-            let (Some(member), Some(there)) = (table.port(also), table.network(network)) else { continue };
-            let expires_ms = seen_ms.saturating_add(there.ageing_ms);
-            let is_free =
-                table.configured(network, mac).is_none() && self.known(network, mac, now_ms).is_none();
-            if is_free && there.learning && now_ms < expires_ms && table.carries(also, network) {
-                let heard = Heard { port: also, kind: member.kind, at_ms: now_ms, expires_ms };
-                self.meet(network, Some(Claim { mac, heard }), None, now_ms);
-            }
-        }
     }
 }
 

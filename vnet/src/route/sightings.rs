@@ -8,8 +8,10 @@ use std::cmp::Reverse;
 use serde::{Deserialize, Serialize};
 
 use super::addresses::{Address, Heard};
+use super::conflicts::Conflict;
 use super::learning::{Claim, FREEZE_MS, Learned, LearnedStats};
 use super::rule::PortKind;
+use super::table::Table;
 use crate::frame::{NetworkId, PortId};
 use crate::wire::ethernet::Mac;
 
@@ -78,6 +80,25 @@ impl Learned {
         }
         if let Some(at) = book.addresses.find(network, mac).filter(|_| frozen_ms > 0) {
             book.addresses.get_mut(at).frozen_until_ms = heard.at_ms.saturating_add(frozen_ms.min(FREEZE_MS));
+        }
+    }
+}
+
+impl Learned {
+    /// Removes a port, see [`Learned::forget_port`]. Addresses configured on it that were heard from another port are known there from
+    /// now on, unless they aged out or are known already. `table` is without the port.
+    pub(crate) fn remove_port(&self, port: PortId, table: &Table, now_ms: u64) {
+        let moved = self.book.lock().conflicts.about(port);
+        self.forget_port(port);
+        for Conflict { network, mac, also, seen_ms, .. } in moved {
+            let (Some(member), Some(there)) = (table.port(also), table.network(network)) else { continue };
+            let expires_ms = seen_ms.saturating_add(there.ageing_ms);
+            let is_free =
+                table.configured(network, mac).is_none() && self.known(network, mac, now_ms).is_none();
+            if is_free && there.learning && now_ms < expires_ms && table.carries(also, network) {
+                let heard = Heard { port: also, kind: member.kind, at_ms: now_ms, expires_ms };
+                self.meet(network, Some(Claim { mac, heard }), None, now_ms);
+            }
         }
     }
 }
