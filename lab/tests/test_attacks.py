@@ -6,6 +6,7 @@ alone, beside the attack, beside the control, alone again, and so on. Medians mu
 """
 
 import statistics
+import time
 from collections.abc import Iterator
 
 import attacks
@@ -22,6 +23,7 @@ P99_MAX, THROUGHPUT_MIN = 2.0, 0.9
 STRICT = attacks.rounds()
 PHASE = (5_000, 0.001, 2.0) if STRICT else (60, 0.005, 0.3)
 """Pings, their interval, and the duration of the stream."""
+REFUSED = "a stream connection was refused"
 LEARNED = 12_000
 """Addresses known when `GET /v1/learned` is tried: the shares of an interface and of a link are nearly full."""
 
@@ -56,7 +58,8 @@ def topology(make_lab: MakeLab) -> Iterator[Topology]:
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
 def test_others_do_not_suffer(topology: Topology, attack: Attack):
     ends = topology.find(attack.source), topology.find(attack.destination)
-    before = attacks.pids(topology)
+    before, log, begin = attacks.pids(topology), topology.find("h1").file(".log"), time.monotonic()
+    earlier = log.read_text().count(REFUSED)
     alone = [see(*ends, *PHASE)]
     control, attacked = [], []
     for _ in range(STRICT or 1):
@@ -69,6 +72,10 @@ def test_others_do_not_suffer(topology: Topology, attack: Attack):
     assert attacks.pids(topology) == before, "vnetd lives"
     assert_balanced(topology)
     assert daemon.ask(topology.find("h1"), "status")
+    lines = log.read_text().count(REFUSED) - earlier
+    assert lines <= time.monotonic() - begin + 2, f"{lines} lines about refused connections, at most one a second"
+    # Garbage is refused at once; the others end only when their time is over.
+    assert lines or attack.name != "garbage", "refused connections are logged"
     if STRICT:
         judge(attack, *map(median, (alone, control, attacked)))
 
