@@ -159,7 +159,7 @@ int vnet_rdma_receive_claimed(vnet_rdma_endpoint *endpoint, uint64_t claim, void
 /* How the packets to a peer travel now: by the UDP socket, in raw Ethernet frames, or through memory shared with a process of the same host, which the host's daemon
  * gives by itself soon after the first message. VNET_RDMA_MEETING="" in the environment keeps them on the network. With
  * VNET_RDMA_ATTACHMENT=daemon, the host's daemon runs the engine and sends all packets; between two processes that it serves they
- * bypass the network. To a peer behind a sealed link they are sealed, unless
+ * bypass the network. Beside the UDP socket, large transfers take TCP connections, unless VNET_RDMA_STREAMS=off. To a peer behind a sealed link they are sealed, unless
  * VNET_RDMA_SEAL=off. */
 #define VNET_RDMA_ATTACHMENT_UDP 0
 #define VNET_RDMA_ATTACHMENT_SAME_HOST 1

@@ -163,10 +163,11 @@ fn measure(bind: Option<&str>, name: &str, size: &str, seconds: &str) -> Result<
     let time = start.elapsed().as_secs_f64();
     let cpu = (cpu_seconds() - cpu) / (bytes as f64 / 1e9);
     println!(
-        "gbit_s {:.5} size {size} cpu_s_per_gb {cpu:.3} resent {} attachment {}",
+        "gbit_s {:.5} size {size} cpu_s_per_gb {cpu:.3} resent {} attachment {} streams {}",
         bytes as f64 * 8e-9 / time,
         node.counters().resent,
-        endpoint.attachment(peer)
+        endpoint.attachment(peer),
+        node.stream_counters().streams
     );
     endpoint.write(peer, region.span(0, 1)?, (key, 0), Some(LAST), 0)?;
     wait(&endpoint, Kind::Write, Some(PATIENCE))?;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::node::pages::Pages;
-use crate::node::{Attachment, Error, Options, RingCounters};
+use crate::node::{Attachment, Error, Options, RingCounters, StreamCounters};
 use crate::proto::{
     Access, Completion, Counters, EndpointCounters, Key, Match, Outgoing, Peer, Receive, Seen, Shape,
     ShareSettings, Span,
@@ -62,6 +62,14 @@ impl Node {
         match &self.0 {
             Engine::Process(node) => node.ring_counters(),
             Engine::Daemon(_) => RingCounters::default(),
+        }
+    }
+
+    /// Returns the counters of the streams for large transfers.
+    pub fn stream_counters(&self) -> StreamCounters {
+        match &self.0 {
+            Engine::Process(node) => node.stream_counters(),
+            Engine::Daemon(_) => StreamCounters::default(),
         }
     }
 

@@ -31,6 +31,7 @@ pub(crate) fn code(error: &Error) -> c_int {
         | Error::Range(..)
         | Error::Attachment(_)
         | Error::Seal(_)
+        | Error::Streams(_)
         | Error::OwnDevice(_)
         | Error::OtherWire(_)
         | Error::Refused(PostError::BadAtomic | PostError::BadShare) => -libc::EINVAL,

@@ -99,6 +99,13 @@ def test_containers_of_one_host_use_shared_memory_by_themselves(lab: Topology):
     assert measured(lab.find("h1c1"), lab.find("h2c1"))["attachment"] == "udp", "another host has another daemon"
 
 
+def test_large_transfers_between_hosts_take_a_stream(lab: Topology):
+    near, far = lab.find("h1c1"), lab.find("h2c1")
+    assert measured(near, far)["streams"] == "1"
+    assert measured(near, far, "env", "VNET_RDMA_STREAMS=off")["streams"] == "0"
+    assert measured(near, far, size=200_000)["streams"] == "0", "not worth one"
+
+
 def test_applications_outlive_a_killed_vnetd(lab: Topology):
     """The memory it gave ends with it; packets take the network again as soon as it is there."""
     host, near = lab.hosts[0], lab.find("h1c1")

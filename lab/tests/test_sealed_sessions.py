@@ -99,6 +99,7 @@ def test_sealed_packets_take_the_wire(topology: Topology):
     for host, earlier in zip(topology.hosts, before, strict=True):
         assert handled(host) - earlier < len(frames) / 4, "dispatchers of vnetd forward only the first ones"
     assert_balanced(topology)
+    assert measured(near, far)["streams"] == "0", "bytes of streams are not sealed"
 
 
 def test_frames_leave_by_the_sealed_link(topology: Topology):

@@ -74,7 +74,8 @@ impl Endpoint {
     pub fn post(&self, peer: Peer, out: &Outgoing) -> Result<(), Error> {
         let mut inner = self.shared.inner.lock();
         if !inner.engine.has_datagram(peer.address) {
-            let datagram = inner.wire.packet_to(peer.address, inner.engine.config().datagram_max)?;
+            let most = inner.engine.config().datagram_max;
+            let datagram = inner.wire.packet_to(peer.address, most)?.min(most);
             let is_sealed = inner.seal.is_sealed(peer.address);
             let datagram = if is_sealed { datagram - OVERHEAD } else { datagram };
             inner.engine.set_datagram(peer.address, datagram);

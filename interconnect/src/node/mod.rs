@@ -1,5 +1,5 @@
 //! The process engine: runs the protocol inside the application over a UDP socket or in raw Ethernet frames (`wire.rs`), and through shared
-//! memory with processes of the same host (`local.rs`). Packets to peers behind sealed links are sealed on their way to the socket ([`crate::seal`]).
+//! memory with processes of the same host (`local.rs`). Large transfers take TCP connections beside the socket (`streams.rs`). Packets to peers behind sealed links are sealed on their way to the socket ([`crate::seal`]).
 //!
 //! Each call that polls or waits makes progress: it receives packets, lets the engine send, and takes completions. If the
 //! application has not called for some milliseconds, a library thread makes progress instead, so that peers get answers while
@@ -11,16 +11,19 @@
 //! Each sleeping thread wakes for the engine's next timer. A call that starts an earlier timer wakes a thread that would sleep
 //! beyond it (`rouse`), and a call that receives packets for other endpoints wakes the threads that wait there (`signal`).
 
+mod connection;
 mod endpoint;
 mod local;
 mod name;
 pub(crate) mod notice;
+mod outgoing;
 pub(crate) mod pages;
 pub(crate) mod socket;
+mod streams;
 mod wire;
 
 use std::io;
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -42,6 +45,8 @@ pub use name::{name_of, resolve};
 use notice::{Event, Notice};
 use pages::Pages;
 use socket::wait_readable;
+pub use streams::StreamCounters;
+use streams::Streams;
 use wire::{Arrival, Wire};
 
 /// Maximum number of system calls that receive before the engine sends.
@@ -54,6 +59,10 @@ const MEETING_VARIABLE: &str = "VNET_RDMA_MEETING";
 const ATTACHMENT_VARIABLE: &str = "VNET_RDMA_ATTACHMENT";
 /// Environment variable that allows clear text to peers behind sealed links.
 const SEAL_VARIABLE: &str = "VNET_RDMA_SEAL";
+/// Environment variable that switches streams off.
+const STREAMS_VARIABLE: &str = "VNET_RDMA_STREAMS";
+/// Pulls of at least this many bytes are worth a stream.
+const STREAM_MIN: usize = 256 << 10;
 /// How often a thread takes packets from rings before it wakes the threads that sleep, instead of arming the rings for them.
 const REARMS_MAX: u32 = 4;
 /// How long opening a node at an Ethernet device waits for the daemon's permission.
@@ -112,6 +121,9 @@ pub enum Error {
     /// Sealing is either on or off.
     #[error("VNET_RDMA_SEAL is '{0}', but must be auto or off")]
     Seal(String),
+    /// Streams are either on or off.
+    #[error("VNET_RDMA_STREAMS is '{0}', but must be auto or off")]
+    Streams(String),
 }
 
 impl Error {
@@ -141,6 +153,8 @@ pub struct Options {
     pub attachment: Option<String>,
     /// `auto` (the default) seals packets to peers behind sealed links; `off` sends and takes clear text.
     pub seal: Option<String>,
+    /// `auto` (the default) has large transfers travel through TCP connections beside the UDP socket; `off` does not.
+    pub streams: Option<String>,
 }
 
 impl Default for Options {
@@ -149,9 +163,10 @@ impl Default for Options {
         let meeting = std::env::var(MEETING_VARIABLE).unwrap_or_else(|_| meeting::SOCKET.into());
         let meeting = Some(meeting).filter(|name| !name.is_empty());
         let set = |variable| std::env::var(variable).ok().filter(|value| !value.is_empty());
-        let (attachment, seal) = (set(ATTACHMENT_VARIABLE), set(SEAL_VARIABLE));
+        let (attachment, seal, streams) =
+            (set(ATTACHMENT_VARIABLE), set(SEAL_VARIABLE), set(STREAMS_VARIABLE));
         let bind = Bind::Udp((Ipv4Addr::UNSPECIFIED, 0).into());
-        Self { bind, config, has_thread: true, meeting, attachment, seal }
+        Self { bind, config, has_thread: true, meeting, attachment, seal, streams }
     }
 }
 
@@ -162,6 +177,7 @@ struct Inner {
     packet: Departure,
     local: Local,
     seal: Sealing,
+    streams: Streams,
     /// Memory of the regions, which the node frees when it is dropped.
     kept: Vec<Arc<Pages>>,
     /// By endpoint number. Created when a thread first sleeps on the endpoint, or requests its descriptor.
@@ -183,10 +199,11 @@ impl Inner {
     /// Has peers with a new session greeted at once, and leaves room for what sealing adds to packets.
     fn settle_sessions(&mut self) {
         while let Some(address) = self.seal.next_ready() {
-            let Ok(datagram) = self.wire.packet_to(address, self.engine.config().datagram_max) else {
-                continue;
-            };
-            self.engine.limit_datagram(address, datagram - OVERHEAD);
+            let most = self.engine.config().datagram_max;
+            let Ok(datagram) = self.wire.packet_to(address, most) else { continue };
+            self.engine.limit_datagram(address, datagram.min(most) - OVERHEAD);
+            // Streams are not sealed.
+            self.engine.refuse_streams(address);
             self.engine.greet_again(address);
         }
         while let Some(note) = self.seal.next_note() {
@@ -284,7 +301,9 @@ impl Shared {
                 break;
             }
         }
-        inner.local.tend(&mut inner.engine, &mut inner.seal, now);
+        let Inner { engine, local, seal, streams, .. } = inner;
+        arrived |= streams.progress(engine, local, seal, now);
+        local.tend(engine, seal, now);
         inner.settle_sessions();
         inner.engine.tick(now);
         self.send_at(inner, now);
@@ -316,9 +335,13 @@ impl Shared {
 
     fn send_at(&self, inner: &mut Inner, now: u64) {
         let mut sent = false;
-        let Inner { engine, wire, local, seal, packet, .. } = inner;
+        let Inner { engine, wire, local, seal, streams, packet, .. } = inner;
         while engine.depart_into(now, packet) {
             sent = true;
+            if packet.by_stream {
+                streams.send(engine, local, seal, packet);
+                continue;
+            }
             if local.send(engine, packet) {
                 continue;
             }
@@ -329,6 +352,7 @@ impl Shared {
             }
         }
         inner.wire.flush();
+        inner.streams.flush();
         while let Some((to, packet)) = inner.seal.next_packet() {
             inner.wire.send_alone(to, &packet);
         }
@@ -398,6 +422,23 @@ impl Shared {
     }
 }
 
+/// Binds the wire, and listens for streams at the TCP port of the same number if there are to be any. Where another program has
+/// that, another UDP port is tried if any will do.
+fn bind(to: &Bind, has_streams: bool) -> Result<(Wire, SocketAddr, Option<TcpListener>), Error> {
+    const ATTEMPTS: usize = 8;
+    let mut attempts = if matches!(to, Bind::Udp(address) if address.port() == 0) { ATTEMPTS } else { 1 };
+    loop {
+        let wire = Wire::bind(to)?;
+        let address = wire.address().map_err(|error| Error::socket(to, error))?;
+        let is_wanted = has_streams && matches!(wire, Wire::Udp(_));
+        let listener = if is_wanted { streams::listen(address).ok() } else { None };
+        attempts -= 1;
+        if !is_wanted || listener.is_some() || attempts == 0 {
+            return Ok((wire, address, listener));
+        }
+    }
+}
+
 /// A process on the network: a UDP or packet socket, the protocol's engine, and endpoints.
 pub struct Node {
     shared: Arc<Shared>,
@@ -408,8 +449,12 @@ impl Node {
     /// Opens a node: binds its socket and starts its library thread if requested.
     pub fn open(options: &Options) -> Result<Self, Error> {
         let refused = |error| Error::socket(&options.bind, error);
-        let wire = Wire::bind(&options.bind)?;
-        let address = wire.address().map_err(refused)?;
+        let has_streams = match options.streams.as_deref() {
+            None | Some("auto") => true,
+            Some("off") => false,
+            Some(other) => return Err(Error::Streams(other.into())),
+        };
+        let (wire, address, listener) = bind(&options.bind, has_streams)?;
         let mut config = options.config.clone();
         if config.receive_budget == 0 {
             config.receive_budget = wire.receive_room().clamp(64 << 10, 4 << 20);
@@ -428,10 +473,16 @@ impl Node {
             Wire::Ethernet(_) => Sealing::of_frames(address, is_off, seed),
         };
         let local = Local::new(options.meeting.clone(), wire.as_fd(), &mut seal).map_err(refused)?;
+        let streams = Streams::new(address, listener, &local);
+        config.stream_min = match config.stream_min {
+            _ if !streams.can_listen() => 0,
+            0 => STREAM_MIN,
+            least => least,
+        };
         let epoch = SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |since| since.as_nanos() as u64);
         let engine = Engine::new(config, epoch, random().map_err(refused)?);
         let packet = Departure::empty();
-        let mut inner = Inner { engine, wire, packet, local, seal, kept: vec![], notices: vec![] };
+        let mut inner = Inner { engine, wire, packet, local, seal, streams, kept: vec![], notices: vec![] };
         let start = Instant::now();
         inner.await_permission(&options.bind, start)?;
         let shared = Arc::new(Shared {
@@ -467,6 +518,11 @@ impl Node {
     /// Returns the counters of the rings to processes of this host.
     pub fn ring_counters(&self) -> RingCounters {
         self.shared.inner.lock().local.counters()
+    }
+
+    /// Returns the counters of the streams for large transfers.
+    pub fn stream_counters(&self) -> StreamCounters {
+        self.shared.inner.lock().streams.counters()
     }
 
     /// Returns the counters of sealing.
@@ -512,5 +568,7 @@ impl Drop for Node {
 mod ether_tests;
 #[cfg(test)]
 pub(crate) mod sealed_tests;
+#[cfg(test)]
+mod stream_tests;
 #[cfg(test)]
 mod tests;

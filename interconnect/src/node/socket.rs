@@ -321,6 +321,20 @@ fn send_message(fd: RawFd, to: SocketAddr, vectors: &mut [libc::iovec], segment:
     if sent >= 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
+/// Sends the bytes of `parts` to the peer of a connection, without blocking. Returns how many were taken.
+pub(super) fn send_parts(to: impl AsFd, parts: [Span; 3], flags: libc::c_int) -> io::Result<usize> {
+    let mut vectors = parts.map(|part| libc::iovec { iov_base: part.start().cast(), iov_len: part.len() });
+    // SAFETY: a plain C structure, for which zero bytes are valid.
+    let mut message = unsafe { zeroed::<libc::msghdr>() };
+    message.msg_iov = vectors.as_mut_ptr();
+    message.msg_iovlen = vectors.len();
+    let flags = flags | libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
+    // SAFETY: the vectors outlive the call. They name spans, whose creators guarantee valid memory; only the kernel reads it, so an
+    // unmapped payload makes the call fail.
+    let sent = unsafe { libc::sendmsg(to.as_fd().as_raw_fd(), &message, flags) };
+    usize::try_from(sent).map_err(|_| io::Error::last_os_error())
+}
+
 fn to_raw(address: SocketAddr) -> (libc::sockaddr_storage, libc::socklen_t) {
     // SAFETY: a plain C structure, for which zero bytes are valid.
     let mut raw = unsafe { zeroed::<libc::sockaddr_storage>() };

@@ -135,6 +135,11 @@ impl<E> Arrivals<E> {
         self.ahead > 0
     }
 
+    /// Low 32 bits of the next expected number.
+    pub(super) fn expected(&self) -> u32 {
+        self.next as u32
+    }
+
     /// Returns the acknowledgement: the next expected number, and the map of arrived packets behind it if the packet has room
     /// for a map. Without that room the acknowledgement stays due.
     pub(super) fn acknowledge(&mut self, has_map_room: bool) -> (u32, Option<[u64; 4]>) {

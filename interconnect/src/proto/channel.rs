@@ -293,7 +293,31 @@ pub(super) struct Serve {
     /// Offset of the first byte within the peer's pull.
     pub(super) offset: u64,
     pub(super) sent: u32,
+    /// Offset and length of pieces to send once more, because the stream with them has ended.
+    pub(super) again: Vec<(u32, u32)>,
     pub(super) arrived: u32,
+}
+
+impl Serve {
+    /// Takes the next piece of at most `most` bytes that is to be sent: its offset and length.
+    pub(super) fn next(&mut self, most: usize) -> Option<(u32, u32)> {
+        if let Some((offset, len)) = self.again.pop() {
+            let first = len.min(most as u32);
+            if first < len {
+                self.again.push((offset + first, len - first));
+            }
+            return Some((offset, first));
+        }
+        let offset = self.sent;
+        let len = most.min(self.span.len() - offset as usize) as u32;
+        self.sent += len;
+        (len > 0).then_some((offset, len))
+    }
+
+    /// Whether all has been sent.
+    pub(super) fn is_sent(&self) -> bool {
+        self.sent as usize == self.span.len() && self.again.is_empty()
+    }
 }
 
 /// Source of pulled bytes.
@@ -326,6 +350,22 @@ pub(super) enum Assembled {
     Unexpected(Vec<u8>),
 }
 
+/// Streams of a channel: connections that carry the bytes which one side has requested.
+#[derive(Default)]
+pub(super) struct StreamState {
+    /// The peer is to be invited to send through a stream.
+    pub(super) is_wanted: bool,
+    /// Number of invitations sent, and the earliest time of the next one.
+    pub(super) invites: u32,
+    pub(super) invite_at: u64,
+    /// Earliest time at which the peer's next invitation is taken up.
+    pub(super) connects_at: u64,
+    /// Requested bytes arrive through a stream.
+    pub(super) is_incoming: bool,
+    /// Requested bytes leave through a stream; whether it has room now.
+    pub(super) outgoing: Option<bool>,
+}
+
 /// A channel. Its number is its index in the engine.
 pub(super) struct Channel {
     pub(super) address: SocketAddr,
@@ -342,8 +382,9 @@ pub(super) struct Channel {
     pub(super) datagram: usize,
     /// Packets travel through shared memory; the datagram size of the network meanwhile.
     pub(super) local: Option<usize>,
-    /// Names this channel in an invitation to shared memory.
+    /// Names this channel in an invitation to shared memory, or to a stream.
     pub(super) secret: [u8; 16],
+    pub(super) stream: StreamState,
     /// Number of invitations sent, and the earliest time of the next one.
     pub(super) invites: u32,
     pub(super) invite_at: u64,
@@ -397,6 +438,7 @@ impl Channel {
             datagram: 1200,
             local: None,
             secret: [0; 16],
+            stream: StreamState::default(),
             invites: 0,
             invite_at: 0,
             window: Window::new(window_max),

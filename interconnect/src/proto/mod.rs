@@ -33,6 +33,7 @@ mod endpoint;
 mod engine;
 mod lanes;
 mod memory;
+mod ranges;
 pub(crate) mod share;
 mod shares;
 pub(crate) mod slab;

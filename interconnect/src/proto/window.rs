@@ -13,6 +13,11 @@ pub(super) const FIRST: u64 = 0xffff_f000;
 
 /// A packet counts as lost when this many packets that were sent after it have arrived.
 const LOSS_AFTER: u64 = 3;
+/// Maximum number of unacknowledged packets that travel through a stream: 1.5 MiB. What is sent later waits for them.
+const STREAMING_MAX: usize = 24;
+/// Maximum number of unacknowledged packets where some may travel through a stream: these may arrive last, and an acknowledgement tells of
+/// 256 packets behind the first that is missing.
+const WINDOW_BESIDE_STREAM: usize = 256;
 /// Minimum retransmission timeout: covers the time until the operating system schedules the receiving process.
 const TIMEOUT_MIN_NS: u64 = 1_000_000;
 const TIMEOUT_MAX_NS: u64 = 200_000_000;
@@ -43,6 +48,8 @@ struct Sent<W> {
     resent: bool,
     /// The receiver acknowledges this packet without delay, so its acknowledgement measures the round trip.
     soon: bool,
+    /// It travels through a stream, which loses nothing while it lasts, and has a window of its own.
+    by_stream: bool,
 }
 
 /// Result of [`Window::tick`].
@@ -62,7 +69,14 @@ pub(super) struct Window<W> {
     lost: VecDeque<u64>,
     order: u64,
     order_arrived: u64,
+    /// Of packets in the network.
     flying_bytes: u64,
+    /// There is a stream.
+    has_stream: bool,
+    /// Number of packets in it.
+    streaming: usize,
+    /// Bytes of packets in the network that the acknowledgement at hand is the first to cover.
+    arrived_bytes: u64,
     timer_from: u64,
     timeouts: u32,
     progress_at: u64,
@@ -82,6 +96,9 @@ impl<W: Copy> Window<W> {
             order: LOSS_AFTER,
             order_arrived: 0,
             flying_bytes: 0,
+            has_stream: false,
+            streaming: 0,
+            arrived_bytes: 0,
             timer_from: 0,
             timeouts: 0,
             progress_at: 0,
@@ -97,13 +114,22 @@ impl<W: Copy> Window<W> {
 
     /// Whether a packet of `bytes` may be sent now.
     pub(super) fn has_room(&self, bytes: usize) -> bool {
-        self.packets.len() < WINDOW && self.may_fly(bytes as u64)
+        self.packets.len() < self.most() && self.may_fly(bytes as u64)
+    }
+
+    fn most(&self) -> usize {
+        if self.has_stream { WINDOW_BESIDE_STREAM } else { WINDOW }
+    }
+
+    /// Whether a packet may be sent through a stream now.
+    pub(super) fn has_room_in_stream(&self) -> bool {
+        self.packets.len() < self.most() && self.streaming < STREAMING_MAX
     }
 
     /// Whether a control packet may be sent now. Control packets ignore the congestion window because they request or end the
     /// transfers that make room in it.
     pub(super) fn has_room_for_control(&self) -> bool {
-        self.packets.len() < WINDOW
+        self.packets.len() < self.most()
     }
 
     fn may_fly(&self, bytes: u64) -> bool {
@@ -112,7 +138,9 @@ impl<W: Copy> Window<W> {
 
     /// Whether half of the congestion window or of the packet window is in use, so that the sender requests an acknowledgement.
     pub(super) fn is_half_full(&self) -> bool {
-        self.flying_bytes * 2 >= self.congestion.window || self.packets.len() * 2 >= WINDOW
+        self.flying_bytes * 2 >= self.congestion.window
+            || self.packets.len() * 2 >= WINDOW
+            || self.streaming * 2 >= STREAMING_MAX
     }
 
     /// Limits the congestion window to `bytes`, which the peer can receive at once.
@@ -149,8 +177,39 @@ impl<W: Copy> Window<W> {
             state: State::Flying,
             resent: false,
             soon,
+            by_stream: false,
         });
         self.first + self.packets.len() as u64 - 1
+    }
+
+    /// There is a stream from now on.
+    pub(super) fn begin_stream(&mut self) {
+        self.has_stream = true;
+    }
+
+    /// The packet that `send` has numbered last travels through the stream.
+    pub(super) fn put_into_stream(&mut self) {
+        let Some(packet) = self.packets.back_mut() else { return };
+        packet.by_stream = true;
+        self.flying_bytes -= packet.bytes;
+        self.streaming += 1;
+        // What overtakes it in the network is no sign of a loss.
+        self.order -= 1;
+    }
+
+    /// The stream has ended. What it has not delivered is returned. In place of each such packet `instead`, of so many bytes, is sent
+    /// by the network, because all numbers have to arrive.
+    pub(super) fn end_stream(&mut self, instead: W, bytes: usize) -> Vec<W> {
+        let mut left = vec![];
+        for (place, packet) in self.packets.iter_mut().enumerate() {
+            if std::mem::take(&mut packet.by_stream) && packet.state == State::Flying {
+                left.push(std::mem::replace(&mut packet.what, instead));
+                (packet.state, packet.bytes) = (State::Lost, bytes as u64);
+                self.lost.push_back(self.first + place as u64);
+            }
+        }
+        (self.streaming, self.has_stream) = (0, false);
+        left
     }
 
     /// Returns the number and content of the next packet to retransmit, if the window allows a packet now.
@@ -191,6 +250,7 @@ impl<W: Copy> Window<W> {
         if ack < self.first || ack > self.first + self.packets.len() as u64 {
             return;
         }
+        self.arrived_bytes = 0;
         let (mut bytes, advanced) = (0, ack > self.first);
         while self.first < ack {
             let Some(mut packet) = self.packets.pop_front() else { break };
@@ -203,7 +263,7 @@ impl<W: Copy> Window<W> {
         }
         if advanced || bytes > 0 {
             (self.timer_from, self.progress_at, self.timeouts) = (now, now, 0);
-            self.congestion.grow(bytes);
+            self.congestion.grow(self.arrived_bytes);
         }
         if congestion {
             self.congestion.shrink(now, self.round_trip.smooth, 7, 8);
@@ -230,7 +290,8 @@ impl<W: Copy> Window<W> {
         }
         for place in 0..highest {
             let packet = &mut self.packets[place];
-            if packet.state == State::Flying && packet.order + LOSS_AFTER <= self.order_arrived {
+            let is_in_network = packet.state == State::Flying && !packet.by_stream;
+            if is_in_network && packet.order + LOSS_AFTER <= self.order_arrived {
                 packet.state = State::Lost;
                 self.flying_bytes -= packet.bytes;
                 self.lost.push_back(self.first + place as u64);
@@ -252,10 +313,16 @@ impl<W: Copy> Window<W> {
         if packet.state == State::Arrived {
             return 0;
         }
-        if packet.state == State::Flying {
+        let was_flying = packet.state == State::Flying;
+        packet.state = State::Arrived;
+        if packet.by_stream {
+            self.streaming -= usize::from(was_flying);
+            return packet.bytes;
+        }
+        if was_flying {
             self.flying_bytes -= packet.bytes;
         }
-        packet.state = State::Arrived;
+        self.arrived_bytes += packet.bytes;
         self.order_arrived = self.order_arrived.max(packet.order);
         if !packet.resent && packet.soon {
             let sample = now.saturating_sub(packet.sent_at);
@@ -286,11 +353,16 @@ impl<W: Copy> Window<W> {
         self.timer_from = now;
         self.timeouts += 1;
         let limit = if self.timeouts == 1 { 1 } else { WINDOW };
-        let flying = self.packets.iter_mut().enumerate().filter(|(_, packet)| packet.state == State::Flying);
+        let is_in_network = |packet: &Sent<W>| packet.state == State::Flying && !packet.by_stream;
+        let flying = self.packets.iter_mut().enumerate().filter(|(_, packet)| is_in_network(packet));
         for (place, packet) in flying.take(limit) {
             packet.state = State::Lost;
             self.flying_bytes -= packet.bytes;
             self.lost.push_back(self.first + place as u64);
+        }
+        if self.lost.is_empty() {
+            // Only a stream is slow, which is no sign of congestion in the network.
+            return Timeout::Nothing;
         }
         if self.timeouts > 1 {
             self.congestion.halve();
@@ -441,6 +513,57 @@ mod tests {
         assert_eq!(window.tick(1 << 30, 1 << 40), Timeout::Resend);
         let again: Vec<u64> = std::iter::from_fn(|| window.resend(1 << 30)).map(|(_, what)| what).collect();
         assert_eq!(again, [0, 1, 2], "all are sent again");
+        assert_eq!(window.tick(1 << 41, 1 << 40), Timeout::Dead);
+    }
+
+    #[test]
+    fn what_a_stream_carries_is_lost_only_with_it() {
+        let mut window = filled(8);
+        // 2 and 5 travel through the stream, 1 is lost in the network.
+        for place in [2, 5] {
+            window.packets[place].by_stream = true;
+            window.flying_bytes -= 100;
+            window.streaming += 1;
+            window.has_stream = true;
+        }
+        assert_eq!(done(&mut window, 100, 1, Some([0b110_1100, 0, 0, 0])), [0]);
+        let again: Vec<u64> = std::iter::from_fn(|| window.resend(100)).map(|(_, what)| what).collect();
+        assert_eq!(again, [1], "those in the stream are late, not lost");
+        assert_eq!(window.tick(1 << 30, 1 << 40), Timeout::Resend);
+        assert_eq!(window.tick(1 << 31, 1 << 40), Timeout::Resend);
+        while let Some((_, what)) = window.resend(1 << 31) {
+            assert!(![2, 5].contains(&what));
+        }
+        assert_eq!(window.end_stream(99, 10), [2, 5]);
+        let again: Vec<u64> = std::iter::from_fn(|| window.resend(1 << 31)).map(|(_, what)| what).collect();
+        assert_eq!((again, window.streaming), (vec![99, 99], 0));
+        assert_eq!(done(&mut window, 1 << 32, 8, None).len(), 7);
+        assert!(window.is_empty() && window.flying_bytes == 0);
+    }
+
+    #[test]
+    fn a_stream_has_a_window_of_its_own() {
+        let mut window: Window<u64> = Window::new(64 << 10);
+        let mut sent = 0;
+        window.begin_stream();
+        while window.has_room_in_stream() {
+            window.send(1, sent, 65_000, false);
+            window.put_into_stream();
+            sent += 1;
+        }
+        assert_eq!((sent as usize, window.flying_bytes), (STREAMING_MAX, 0));
+        while window.has_room(10) {
+            window.send(1, sent, 10, false);
+            sent += 1;
+        }
+        assert_eq!(sent as usize, WINDOW_BESIDE_STREAM, "an acknowledgement tells of so many");
+        assert!(window.is_half_full());
+        assert_eq!(done(&mut window, 2, sent, None).len() as u64, sent);
+        assert_eq!((window.flying_bytes, window.streaming), (0, 0));
+        // Of a dead peer nothing arrives, not even through a stream.
+        window.send(3, 0, 65_000, false);
+        window.put_into_stream();
+        assert_eq!(window.tick(1 << 30, 1 << 40), Timeout::Nothing);
         assert_eq!(window.tick(1 << 41, 1 << 40), Timeout::Dead);
     }
 

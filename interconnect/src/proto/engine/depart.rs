@@ -9,12 +9,13 @@
 
 use std::net::SocketAddr;
 
-use super::super::channel::{Channel, FETCHING_MAX, Flow, Form, Numbers, Op, WRITES_OFFERED_MAX, What};
+use super::super::channel::{
+    Channel, FETCHING_MAX, Flow, Form, Numbers, Op, Serve, WRITES_OFFERED_MAX, What,
+};
 use super::super::memory::Span;
-use super::super::shares::Shares;
 use super::super::status::Status;
 use super::super::wire::{
-    Atomic, Body, DATA_HEADER, Data, Encoded, Found, Header, Hello, MAP, Message, Offer, Write, flags,
+    Atomic, Body, Data, Encoded, Found, Header, Hello, MAP, Message, Offer, Write, flags,
 };
 use super::Engine;
 
@@ -31,30 +32,21 @@ pub struct Departure {
     pub header: Encoded,
     /// Second part of the packet: the payload. It must be read before any call of the engine other than `depart`.
     pub payload: Span,
+    /// It travels through the stream to this peer.
+    pub by_stream: bool,
 }
 
 impl Departure {
     /// No packet yet; see [`Engine::depart_into`].
     pub fn empty() -> Self {
         let nowhere = SocketAddr::new(std::net::Ipv4Addr::UNSPECIFIED.into(), 0);
-        Self { to: nowhere, header: Encoded::EMPTY, payload: Span::EMPTY }
+        Self { to: nowhere, header: Encoded::EMPTY, payload: Span::EMPTY, by_stream: false }
     }
 
     /// Whether the packet opens a channel or invites the peer to shared memory, so that it takes the network.
     pub(crate) fn is_handshake(&self) -> bool {
         matches!(self.header.as_bytes()[0] & 15, 0 | 1 | 14)
     }
-}
-
-/// A piece of the bytes that the peer has requested.
-struct Piece {
-    serve: u32,
-    /// The endpoint whose share it takes.
-    endpoint: u16,
-    /// Offset within the request.
-    offset: u32,
-    data: Data,
-    payload: Span,
 }
 
 /// A fragment cut from an operation, or a packet without payload.
@@ -65,11 +57,12 @@ struct Cut {
     payload: Span,
     /// The endpoint whose share it takes, and bytes that it takes besides those of the packet.
     charged: Option<(u16, u64)>,
+    by_stream: bool,
 }
 
 impl Cut {
     fn free(what: What, body: Body) -> Self {
-        Self { what, body, flags: 0, payload: Span::EMPTY, charged: None }
+        Self { what, body, flags: 0, payload: Span::EMPTY, charged: None, by_stream: false }
     }
 }
 
@@ -184,7 +177,7 @@ impl Engine {
     #[inline]
     fn departs(&mut self, to: SocketAddr, header: &Header, payload: Span, out: &mut Departure) -> bool {
         self.counters.packets_out += 1;
-        (out.to, out.payload) = (to, payload);
+        (out.to, out.payload, out.by_stream) = (to, payload, false);
         header.encode_to(&mut out.header);
         true
     }
@@ -199,7 +192,7 @@ impl Engine {
             return self.departs(to, &header, Span::EMPTY, out).then_some(());
         }
         channel.peer?;
-        if let Some(header) = self.invitation(now, number) {
+        if let Some(header) = self.invitation(now, number).or_else(|| self.stream_invitation(now, number)) {
             return self.departs(to, &header, Span::EMPTY, out).then_some(());
         }
         let channel = self.channels.get_mut(number)?;
@@ -213,7 +206,9 @@ impl Engine {
         }
         if let Some(piece) = channel.next_piece_alone(now, &mut self.shares) {
             let header = channel.piece_header(now, &piece, &mut self.shares);
-            return self.departs(to, &header, piece.payload, out).then_some(());
+            self.departs(to, &header, piece.payload, out);
+            out.by_stream = piece.by_stream;
+            return Some(());
         }
         let cut = self.next_cut(now, number)?;
         let is_last_for_now = self.charge(now, &cut);
@@ -222,11 +217,19 @@ impl Engine {
         let bytes = Header::len(&cut.body, false) + cut.payload.len();
         let soon = channel.window.is_half_full() || is_data && (is_last_for_now || channel.is_last_of_all());
         let psn = channel.window.send(now, cut.what, bytes, soon);
+        if cut.by_stream {
+            channel.window.put_into_stream();
+        }
         channel.last_sent_at = now;
         let has_map_room = bytes + MAP <= channel.datagram;
         let flags = cut.flags | if soon { flags::ACK_SOON } else { 0 };
-        let header = channel.header(flags, psn, cut.body, has_map_room);
-        self.departs(to, &header, cut.payload, out).then_some(())
+        let header = match cut.by_stream {
+            true => channel.header_in_stream(flags, psn, cut.body),
+            false => channel.header(flags, psn, cut.body, has_map_room),
+        };
+        self.departs(to, &header, cut.payload, out);
+        out.by_stream = cut.by_stream;
+        Some(())
     }
 
     /// Charges a packet to its endpoint. Returns whether a rate limit holds the endpoint's next one back.
@@ -262,14 +265,16 @@ impl Engine {
             return Some(cut);
         }
         let channel = self.channels.get_mut(number)?;
-        if !channel.window.has_room(channel.datagram) {
+        let has_room = channel.window.has_room(channel.datagram);
+        if !has_room && !channel.streams() {
             return None;
         }
         channel.is_data_turn = !channel.is_data_turn;
+        let of_flows = |engine: &mut Self| has_room.then(|| engine.next_of_flows(now, number)).flatten();
         let cut = if channel.is_data_turn {
-            self.next_data(now, number).or_else(|| self.next_of_flows(now, number))
+            self.next_data(now, number).or_else(|| of_flows(self))
         } else {
-            self.next_of_flows(now, number).or_else(|| self.next_data(now, number))
+            of_flows(self).or_else(|| self.next_data(now, number))
         };
         // A flow that starts a read may have queued its request.
         cut.or_else(|| self.next_control(number))
@@ -285,8 +290,13 @@ impl Engine {
     /// Cuts the next fragment of the bytes that the peer requested.
     fn next_data(&mut self, now: u64, number: u32) -> Option<Cut> {
         let piece = self.channels.get_mut(number)?.next_piece(now, &mut self.shares)?;
-        let charged = Some((piece.endpoint, 0));
-        Some(Cut { payload: piece.payload, charged, ..Cut::free(piece.what(), Body::Data(piece.data)) })
+        let (charged, by_stream) = (Some((piece.endpoint, 0)), piece.by_stream);
+        Some(Cut {
+            payload: piece.payload,
+            charged,
+            by_stream,
+            ..Cut::free(piece.what(), Body::Data(piece.data))
+        })
     }
 
     /// Cuts the next fragment, offer or request of the flows. The flows take turns; a turn is one whole operation, because the
@@ -475,7 +485,7 @@ fn eager(op: &Op, number: u32, offset: u32, len: u32, what: What) -> Option<Cut>
     };
     // Bytes that are in place already were this endpoint's, too.
     let besides = if let Form::Placed { len, .. } = op.form { len.into() } else { 0 };
-    Some(Cut { what, body, flags, payload, charged: Some((op.endpoint, besides)) })
+    Some(Cut { flags, payload, charged: Some((op.endpoint, besides)), ..Cut::free(what, body) })
 }
 
 fn offer(op: &Op, number: u32, what: What) -> Cut {
@@ -508,63 +518,10 @@ impl Numbers {
     }
 }
 
-impl Piece {
-    fn what(&self) -> What {
-        What::Data { serve: self.serve, offset: self.offset, len: self.payload.len() as u32 }
-    }
-}
-
 impl Channel {
-    /// Cuts the next piece of the bytes that the peer requested, of an endpoint whose share allows it.
-    fn next_piece(&mut self, now: u64, shares: &mut Shares) -> Option<Piece> {
-        let mut lanes = self.serving.len();
-        loop {
-            let (endpoint, serve) = self.serving.front()?;
-            let own = self.serves.get_mut(serve).filter(|own| (own.sent as usize) < own.span.len());
-            let Some(own) = own else {
-                self.serving.pop();
-                continue;
-            };
-            if !shares.admit(now, endpoint) {
-                if lanes <= 1 {
-                    return None;
-                }
-                lanes -= 1;
-                self.serving.pass();
-                continue;
-            }
-            let header = DATA_HEADER + if self.arrivals.has_gaps() { MAP } else { 0 };
-            let offset = own.sent;
-            let len = (self.datagram - header).min(own.span.len() - offset as usize);
-            let payload = own.span.part(offset.into(), len as u64)?;
-            own.sent += len as u32;
-            let data = Data { pull: own.pull, offset: own.offset + u64::from(offset) };
-            return Some(Piece { serve, endpoint, offset, data, payload });
-        }
-    }
-
-    /// Cuts the next such piece if nothing else waits to be sent: most packets of a large transfer.
-    fn next_piece_alone(&mut self, now: u64, shares: &mut Shares) -> Option<Piece> {
-        let is_alone = self.control.is_empty() && self.flows.iter().all(Flow::is_empty);
-        let may_send = is_alone && self.window.has_room(self.datagram);
-        may_send.then(|| self.next_piece(now, shares)).flatten()
-    }
-
-    /// Numbers a packet with this piece, and builds its header.
-    #[inline]
-    fn piece_header(&mut self, now: u64, piece: &Piece, shares: &mut Shares) -> Header {
-        let bytes = DATA_HEADER + piece.payload.len();
-        let is_last_for_now = shares.spend(now, piece.endpoint, bytes as u64);
-        let soon = self.window.is_half_full() || is_last_for_now || self.is_last_of_all();
-        let psn = self.window.send(now, piece.what(), bytes, soon);
-        self.last_sent_at = now;
-        let has_map_room = bytes + MAP <= self.datagram;
-        self.header(if soon { flags::ACK_SOON } else { 0 }, psn, Body::Data(piece.data), has_map_room)
-    }
-
     /// Builds a header that includes the current acknowledgement.
     #[inline]
-    fn header(&mut self, flags: u8, number: u64, body: Body, has_map_room: bool) -> Header {
+    pub(super) fn header(&mut self, flags: u8, number: u64, body: Body, has_map_room: bool) -> Header {
         let (ack, map) = self.arrivals.acknowledge(has_map_room);
         let congestion = if std::mem::take(&mut self.arrivals.congestion) { flags::CONGESTION } else { 0 };
         let session = self.peer.map_or(0, |peer| peer.session);
@@ -572,11 +529,16 @@ impl Channel {
         Header { flags: flags | congestion, failures, session, number: number as u32, ack, map, body }
     }
 
+    /// Like `header`, for a packet that may arrive late. Its acknowledgement is true, but the network's packets carry the one that is due.
+    pub(super) fn header_in_stream(&self, flags: u8, number: u64, body: Body) -> Header {
+        let (ack, failures) = (self.arrivals.expected(), self.arrivals.failures);
+        let session = self.peer.map_or(0, |peer| peer.session);
+        Header { flags, failures, session, number: number as u32, ack, map: None, body }
+    }
+
     /// Whether the packet that was just cut is the last one, with nothing left to send for now.
-    fn is_last_of_all(&self) -> bool {
-        self.serving
-            .iter()
-            .all(|id| self.serves.get(id).is_none_or(|serve| serve.sent as usize == serve.span.len()))
+    pub(super) fn is_last_of_all(&self) -> bool {
+        self.serving.iter().all(|id| self.serves.get(id).is_none_or(Serve::is_sent))
             && self.flows.iter().all(Flow::is_empty)
     }
 }

@@ -14,6 +14,7 @@ use super::super::memory::{Key, Span};
 use super::super::status::Status;
 use super::super::wire::{Body, Header, Invite, Write, flags};
 use super::Engine;
+use super::streams::STREAM;
 
 /// Maximum size in bytes of a packet through shared memory: that of a UDP datagram, because a packet can take the socket if the
 /// memory is full or gone.
@@ -54,6 +55,7 @@ impl Engine {
         let known = self.channel_of(session, from).and_then(|number| self.channels.get(number));
         match known {
             None => self.counters.unknown += 1,
+            Some(_) if invite.name == STREAM => self.take_stream_invite(from, invite.secret),
             Some(channel) if channel.local.is_none() && self.invites.len() < INVITES_MAX => {
                 self.invites.push_back((from, invite));
             }

@@ -1,8 +1,9 @@
 //! The engine: all channels, endpoints and registered memory of one process.
 //!
-//! `post.rs` accepts operations, `depart.rs` creates packets, `arrive.rs` processes arriving packets, `messages.rs` matches
+//! `post.rs` accepts operations, `depart.rs` and `pieces.rs` create packets, `arrive.rs` processes arriving packets, `messages.rs` matches
 //! messages with posted buffers, `atomics.rs` executes atomic operations, `pulls.rs` requests and serves the bytes of offers,
-//! reads and large writes, `ends.rs` completes or fails pending operations, and `local.rs` moves channels to shared memory.
+//! reads and large writes, `ends.rs` completes or fails pending operations, `local.rs` moves channels to shared memory, and `streams.rs` lets
+//! pulled bytes travel through connections.
 
 mod arrive;
 mod atomics;
@@ -10,8 +11,10 @@ mod depart;
 mod ends;
 mod local;
 mod messages;
+mod pieces;
 mod post;
 mod pulls;
+mod streams;
 
 use std::collections::{HashMap, VecDeque};
 use std::net::SocketAddr;
@@ -23,6 +26,7 @@ use super::asking::Asking;
 use super::channel::{Channel, KEPT_BYTES_MAX, Op, Reports, What};
 use super::endpoint::{Completion, ENDPOINTS_MAX, Endpoint, Held, Kind, POSTED_MAX, UNEXPECTED_BYTES_MAX};
 use super::memory::{Access, Key, Memory, Span};
+use super::ranges::Ranges;
 use super::share::ShareSettings;
 use super::shares::{EndpointCounters, Shares};
 use super::slab::Slab;
@@ -52,6 +56,8 @@ pub struct Config {
     /// Whether the network takes longer packets, too, in fragments. Then packets through shared memory are longer: one that finds the memory full or
     /// gone takes the network.
     pub has_fragments: bool,
+    /// Pulls of at least this many bytes are worth a stream (`streams.rs`). 0: the engine makes none, and a node has its own default.
+    pub stream_min: usize,
     /// Operations of up to this many bytes are pushed; the target pulls larger ones.
     pub eager_max: usize,
     /// Maximum number of bytes that all peers together are asked to send at once: the capacity of the socket's receive buffer.
@@ -75,6 +81,7 @@ impl Default for Config {
         Self {
             datagram_max: 1472,
             has_fragments: true,
+            stream_min: 0,
             eager_max: 16 << 10,
             receive_budget: 1 << 20,
             dead_after_ns: 10_000_000_000,
@@ -149,7 +156,7 @@ struct Pull {
     to: u16,
     span: Span,
     asked: u64,
-    received: u64,
+    received: Ranges,
     purpose: Purpose,
     /// Its sender's group in `asking`. `None`: the pull does not use the budget, because its bytes do not take the socket's receive
     /// buffer.
@@ -208,6 +215,8 @@ pub struct Engine {
     name: Option<[u8; 16]>,
     /// Invitations of peers to shared memory.
     invites: VecDeque<(SocketAddr, Invite)>,
+    /// Invitations to streams, with the secrets to show.
+    stream_invites: VecDeque<(SocketAddr, [u8; 16])>,
     /// Number of channels that have been closed.
     closed: u64,
     done: Vec<What>,
@@ -249,6 +258,7 @@ impl Engine {
             resets: VecDeque::new(),
             name: None,
             invites: VecDeque::new(),
+            stream_invites: VecDeque::new(),
             closed: 0,
             done: vec![],
             spare: vec![],

@@ -2,9 +2,10 @@
 //!
 //! One budget bounds the bytes that were requested from all peers together and have not arrived (`asking.rs`).
 
-use super::super::channel::{Form, PULLING_MAX, Serve, Source, WRITES_OFFERED_MAX, What};
+use super::super::channel::{Channel, Form, PULLING_MAX, Serve, Source, WRITES_OFFERED_MAX, What};
 use super::super::endpoint::Completion;
 use super::super::memory::{Key, Span};
+use super::super::ranges::Ranges;
 use super::super::status::Status;
 use super::super::wire::{Body, Data, End, Offer, Pull as PullBody, Subject, flags};
 use super::{Engine, Pull, PullSource, Purpose};
@@ -24,15 +25,19 @@ impl Engine {
         purpose: Purpose,
     ) -> Option<u32> {
         let is_empty = span.is_empty();
+        self.want_stream(channel, span.len());
         let own = self.channels.get(channel);
-        let is_free = own.is_some_and(|own| own.local.is_some() && own.pulling < PULLING_MAX);
+        // A stream and a ring hold back who sends too much by themselves.
+        let has_way = |own: &Channel| own.local.is_some() || own.stream.is_incoming;
+        let is_free = own.is_some_and(|own| has_way(own) && own.pulling < PULLING_MAX);
         // The endpoint of the peer whose share the bytes are.
         let sender = match &purpose {
             Purpose::Read(_) => to,
             Purpose::Message(_, completion) => completion.peer.endpoint,
             Purpose::Write { from, .. } => *from,
         };
-        let pull = Pull { channel, source, to, span, asked: 0, received: 0, purpose, group: None };
+        let pull =
+            Pull { channel, source, to, span, asked: 0, received: Ranges::default(), purpose, group: None };
         let id = self.pulls.insert(pull);
         debug_assert!(id.is_some(), "callers look for room first");
         if let Some(own) = self.channels.get_mut(channel).filter(|_| id.is_some()) {
@@ -148,12 +153,13 @@ impl Engine {
         if end.is_none_or(|end| end > pull.asked) || !pull.span.copy_from(data.offset, payload) {
             return Status::Protocol;
         }
-        let fresh = (payload.len() as u64).min(pull.asked - pull.received);
-        pull.received += fresh;
+        let Ok(fresh) = pull.received.add(data.offset, data.offset + payload.len() as u64) else {
+            return Status::Protocol;
+        };
         if let Some(group) = pull.group {
             self.asking.arrived(group, fresh);
         }
-        if pull.received == pull.span.len() as u64 {
+        if pull.received.bytes() == pull.span.len() as u64 {
             self.finish_pull(data.pull, Status::Success);
         }
         Status::Success
@@ -186,7 +192,7 @@ impl Engine {
     pub(super) fn remove_pull(&mut self, id: u32) -> Option<Pull> {
         let pull = self.pulls.remove(id)?;
         if let Some(group) = pull.group {
-            self.asking.arrived(group, pull.asked - pull.received);
+            self.asking.arrived(group, pull.asked - pull.received.bytes());
             self.asking.leave(group);
         }
         // Another pull of the channel may begin.
@@ -229,7 +235,16 @@ impl Engine {
         let status = match (found, self.channels.get_mut(channel)) {
             (Ok((source, endpoint, span)), Some(own)) => {
                 let PullBody { pull: number, offset, .. } = pull;
-                let serve = Serve { source, endpoint, span, pull: number, offset, sent: 0, arrived: 0 };
+                let serve = Serve {
+                    source,
+                    endpoint,
+                    span,
+                    pull: number,
+                    offset,
+                    sent: 0,
+                    again: vec![],
+                    arrived: 0,
+                };
                 match own.serves.insert(serve) {
                     Some(id) => {
                         own.serving.push(endpoint, id);

@@ -8,5 +8,8 @@ mod model;
 mod random;
 mod shares;
 mod stranger;
+mod streams;
 mod wire;
 mod world;
+
+pub(super) use random::mix;

@@ -86,6 +86,18 @@ impl Model {
         Self { world, sides, done: 0, failed: 0, has_rings: false }
     }
 
+    /// Like `new`, but pulls of more than `eager_max` are worth a stream.
+    fn with_streams(network: Network, seed: u64) -> Self {
+        let mut model = Self::new(network, seed);
+        let config = Config { stream_min: 1, ..model.world.nodes[0].engine.config().clone() };
+        model.world = World::new(2, &config, network, seed);
+        for node in 0..2 {
+            model.world.register(node, 0, SLOTS * SLOT, Some(KEY));
+        }
+        model.world.connects = true;
+        model
+    }
+
     fn len(&mut self) -> usize {
         let most = [9, 100, 1500, 5000, 20_000, SLOT as u64][self.world.random(6) as usize];
         self.world.random(most) as usize
@@ -332,6 +344,10 @@ impl Model {
             if self.has_rings && self.world.random(300) == 0 {
                 if self.world.has_rings() { self.world.unshare() } else { self.world.share() }
             }
+            if self.world.connects && self.world.random(2_000) == 0 {
+                let from = self.world.random(2) as usize;
+                self.world.end_stream(from);
+            }
             if restarts && self.done >= next_restart {
                 next_restart += operations / 10;
                 let node = self.world.random(2) as usize;
@@ -408,4 +424,25 @@ fn model_through_rings_that_come_and_go() {
 #[test]
 fn model_through_rings_with_restarts() {
     run_with_rings(WILD, 6, true);
+}
+
+fn run_with_streams(network: Network, seed: u64, restarts: bool) -> Model {
+    let mut model = Model::with_streams(network, seed);
+    model.run(operations(), restarts);
+    assert!(model.world.stream_packets > 100, "{} packets through streams", model.world.stream_packets);
+    model
+}
+
+/// What is in a stream is lost when it ends; packets by the network overtake those in it.
+#[test]
+fn model_through_streams_that_come_and_go() {
+    let model = run_with_streams(WILD, 7, false);
+    let counters = model.world.nodes[0].engine.counters();
+    assert!(counters.failed_channels == 0 && counters.malformed == 0, "{counters:?}");
+    assert!(model.failed < model.done / 3, "{} of {} failed", model.failed, model.done);
+}
+
+#[test]
+fn model_through_streams_with_restarts() {
+    run_with_streams(WILD, 8, true);
 }

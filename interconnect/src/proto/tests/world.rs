@@ -1,7 +1,7 @@
 //! A simulated network with loss, duplication, delay, reordering and a rate limit, a simulated clock, and engines with their
 //! memory.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::net::{Ipv4Addr, SocketAddr};
 
 use super::random::mix;
@@ -49,7 +49,16 @@ pub struct World {
     had_rings: bool,
     /// Number of packets that rings have carried.
     pub ring_packets: u64,
+    /// Packets in the streams between nodes 0 and 1, by the node that sends.
+    streams: [Option<VecDeque<Vec<u8>>>; 2],
+    /// Whether nodes that are invited to a stream connect.
+    pub connects: bool,
+    /// Number of packets that streams have carried.
+    pub stream_packets: u64,
 }
+
+/// Packets after which a stream has no room.
+const STREAM_ROOM: usize = 4;
 
 pub const MEMORY: usize = 8 << 20;
 
@@ -84,6 +93,9 @@ impl World {
             rings,
             had_rings: false,
             ring_packets: 0,
+            streams: [None, None],
+            connects: false,
+            stream_packets: 0,
         }
     }
 
@@ -102,6 +114,7 @@ impl World {
 
     /// Restarts a node whose clock shows `epoch`.
     pub fn restart_at(&mut self, node: usize, epoch: u64) {
+        (0..2).for_each(|from| self.end_stream(from));
         let config = self.nodes[node].engine.config().clone();
         let seed = seed_from(&mut self.random);
         self.nodes[node].engine = Engine::new(config, epoch, seed);
@@ -215,11 +228,79 @@ impl World {
         is_busy
     }
 
+    /// Whether node `from` has a stream to the other one.
+    pub fn has_stream(&self, from: usize) -> bool {
+        self.streams[from].is_some()
+    }
+
+    /// Ends the stream of node `from`, with the packets in it.
+    pub fn end_stream(&mut self, from: usize) {
+        if self.streams[from].take().is_some() {
+            self.nodes[from].engine.set_outgoing_stream(address(1 - from), None);
+            self.nodes[1 - from].engine.set_incoming_stream(address(from), false);
+        }
+    }
+
+    /// Connects nodes that are invited, and gives the engines some of the packets in their streams. Returns whether more are there.
+    fn carry_streams(&mut self) -> bool {
+        let mut is_busy = false;
+        for from in 0..self.nodes.len().min(2) {
+            let (own, peer) = (address(from), address(1 - from));
+            while let Some((inviter, secret)) = self.nodes[from].engine.next_stream_invite() {
+                let invited = self.nodes[1 - from].engine.invited_to_stream(&secret) == Some(own);
+                if self.connects && inviter == peer && invited && !self.has_stream(from) {
+                    assert!(self.nodes[1 - from].engine.set_incoming_stream(own, true));
+                    assert!(self.nodes[from].engine.set_outgoing_stream(peer, Some(true)));
+                    self.streams[from] = Some(VecDeque::new());
+                }
+            }
+            // A channel that was closed had the stream.
+            let is_known =
+                self.nodes[1 - from].engine.streams(own).0 && self.nodes[from].engine.streams(peer).1;
+            if !is_known {
+                self.end_stream(from);
+            }
+            let Some(mut queue) = self.streams[from].take() else { continue };
+            let mut is_usable = true;
+            while is_usable
+                && self.random(4) > 0
+                && let Some(packet) = queue.pop_front()
+            {
+                self.stream_packets += 1;
+                is_usable = self.nodes[1 - from].engine.receive_stream(self.now, own, &packet);
+            }
+            is_busy |= !queue.is_empty();
+            let has_room = queue.len() < STREAM_ROOM;
+            self.streams[from] = Some(queue);
+            if !is_usable {
+                self.end_stream(from);
+            } else if has_room {
+                self.nodes[from].engine.set_outgoing_stream(peer, Some(true));
+            }
+        }
+        is_busy
+    }
+
+    fn send_through_stream(&mut self, from: usize, departure: &Departure) {
+        let queue = self.streams[from].as_mut().expect("a packet for a stream that is not there");
+        let mut bytes = departure.header.as_bytes().to_vec();
+        departure.payload.read_to(&mut bytes);
+        queue.push_back(bytes);
+        assert!(departure.to == address(1 - from) && queue.len() <= STREAM_ROOM);
+        if queue.len() == STREAM_ROOM {
+            self.nodes[from].engine.set_outgoing_stream(departure.to, Some(false));
+        }
+    }
+
     /// Lets all engines send, then advances the clock to the next event, by at most 100 us.
     pub fn step(&mut self) {
         for from in 0..self.nodes.len() {
             self.nodes[from].engine.tick(self.now);
             while let Some(departure) = self.nodes[from].engine.depart(self.now) {
+                if departure.by_stream {
+                    self.send_through_stream(from, &departure);
+                    continue;
+                }
                 if self.send_through_ring(from, &departure) {
                     continue;
                 }
@@ -232,7 +313,8 @@ impl World {
                 self.carry(from, to, bytes);
             }
         }
-        let until = self.now + if self.empty_rings() { 1_000 } else { 100_000 };
+        let is_busy = self.empty_rings() | self.carry_streams();
+        let until = self.now + if is_busy { 1_000 } else { 100_000 };
         let next = self.flying.keys().next().copied();
         let Some(key) = next.filter(|key| key.0 <= until) else {
             self.now = until;
