@@ -9,9 +9,10 @@ use rustix::net::sockopt as socket_options;
 
 /// First bytes of a connection.
 pub(super) const MAGIC: [u8; 16] = *b"vnet-rdma-bytes1";
-pub(super) const PREFACE: usize = 32;
-pub(super) const PROOF: usize = 16;
-/// How long a path may be silent: shorter than the time after which the engine takes a peer for dead.
+/// Bytes of each half of the secret: the one that connects shows the first, and the other one answers with the second.
+pub(super) const HALF: usize = 8;
+pub(super) const PREFACE: usize = MAGIC.len() + HALF;
+/// How long a path may be silent at most.
 const SILENT: Duration = Duration::from_secs(3);
 /// A path is lossy if one of so many segments was sent again, and at least so many of those that are judged together.
 const LOSSES_OF: u64 = 200;
@@ -52,16 +53,17 @@ impl Segments {
     }
 }
 
-/// What the puller answers to who shows the secret.
-pub(super) fn proof(secret: &[u8; 16]) -> [u8; PROOF] {
-    secret.map(|byte| !byte)
+/// How long a path may be silent, where the engine takes a peer for dead after `dead_after_ns`: the stream ends well before.
+pub(super) fn silence(dead_after_ns: u64) -> Duration {
+    SILENT.min(Duration::from_nanos(dead_after_ns) / 3)
 }
 
-/// Has the kernel end a connection whose peer does not answer for [`SILENT`], also while nothing is sent.
-pub(super) fn end_when_silent(socket: &TcpStream) -> io::Result<()> {
-    socket_options::set_tcp_user_timeout(socket, SILENT.as_millis() as u32)?;
-    socket_options::set_tcp_keepidle(socket, SILENT)?;
-    socket_options::set_tcp_keepintvl(socket, Duration::from_secs(1))?;
+/// Has the kernel end a connection whose peer does not answer for so long, also while nothing is sent.
+pub(super) fn end_when_silent(socket: &TcpStream, silence: Duration) -> io::Result<()> {
+    const SECOND: Duration = Duration::from_secs(1);
+    socket_options::set_tcp_user_timeout(socket, silence.as_millis().max(1) as u32)?;
+    socket_options::set_tcp_keepidle(socket, silence.max(SECOND))?;
+    socket_options::set_tcp_keepintvl(socket, SECOND)?;
     socket_options::set_tcp_keepcnt(socket, 2)?;
     Ok(socket_options::set_socket_keepalive(socket, true)?)
 }

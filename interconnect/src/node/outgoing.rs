@@ -3,11 +3,12 @@
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::os::fd::AsFd;
+use std::time::Duration;
 
 use rustix::net::sockopt as socket_options;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, connect, socket_with};
 
-use super::connection::{Ended, MAGIC, PROOF, Segments, end_when_silent, is_passing, proof};
+use super::connection::{Ended, HALF, MAGIC, Segments, end_when_silent, is_passing};
 use super::local::Local;
 use super::socket::send_parts;
 use crate::proto::{Departure, Engine, Span};
@@ -21,7 +22,8 @@ pub(super) struct Outgoing {
     pub(super) socket: TcpStream,
     /// What has been read of the proof.
     pub(super) proof: Vec<u8>,
-    pub(super) secret: [u8; 16],
+    /// What the peer has to show.
+    pub(super) expected: [u8; HALF],
     /// The peer has shown the proof.
     pub(super) is_open: bool,
     pub(super) was_counted: bool,
@@ -42,7 +44,7 @@ impl Outgoing {
         address: SocketAddr,
         own: SocketAddr,
         secret: [u8; 16],
-        until: u64,
+        (until, silence): (u64, Duration),
     ) -> io::Result<Self> {
         let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
         let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
@@ -59,16 +61,18 @@ impl Outgoing {
         socket.set_nodelay(true)?;
         // BBR, which some systems prefer, halves the rate between containers. Best effort: the system may not allow another one.
         let _ = socket_options::set_tcp_congestion(&socket, "cubic");
-        end_when_silent(&socket)?;
+        end_when_silent(&socket, silence)?;
+        let (shown, expected) = secret.split_at(HALF);
+        let expected = expected.try_into().expect("the secret has two halves");
         Ok(Self {
             address,
             socket,
             proof: vec![],
-            secret,
+            expected,
             is_open: false,
             was_counted: false,
             until,
-            rest: [MAGIC, secret].concat(),
+            rest: [&MAGIC, shown].concat(),
             sent: 0,
             is_open_ended: false,
             segments: Segments::default(),
@@ -97,7 +101,7 @@ impl Outgoing {
 
     /// Reads the proof that the peer has taken the secret. Returns true once it is there.
     pub(super) fn read_proof(&mut self) -> Result<bool, Ended> {
-        let mut bytes = [0; PROOF];
+        let mut bytes = [0; HALF];
         let room = &mut bytes[self.proof.len()..];
         match self.socket.read(room) {
             Ok(0) => return Err(Ended),
@@ -106,8 +110,8 @@ impl Outgoing {
             Err(_) => return Err(Ended),
         }
         match self.proof.len() {
-            PROOF if self.proof == proof(&self.secret) => Ok(true),
-            PROOF => Err(Ended),
+            HALF if self.proof == self.expected => Ok(true),
+            HALF => Err(Ended),
             _ => Ok(false),
         }
     }
@@ -181,7 +185,6 @@ impl Outgoing {
 #[cfg(test)]
 mod tests {
     use std::net::TcpListener;
-    use std::time::Duration;
 
     use super::super::connection::PREFACE;
     use super::*;
@@ -196,9 +199,15 @@ mod tests {
         let local = Local::new(None, wire.as_fd(), &mut seal).unwrap();
         let mut engine = Engine::new(crate::proto::Config::default(), 1, [2; 32]);
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let secret = [3; 16];
+        let secret: [u8; 16] = std::array::from_fn(|place| place as u8);
         let connected = || {
-            let stream = Outgoing::connect(listener.local_addr().unwrap(), own, secret, 1_000).unwrap();
+            let stream = Outgoing::connect(
+                listener.local_addr().unwrap(),
+                own,
+                secret,
+                (1_000, Duration::from_secs(3)),
+            )
+            .unwrap();
             local.watch(stream.socket.as_fd()).unwrap();
             (stream, listener.accept().unwrap().0)
         };
@@ -206,13 +215,13 @@ mod tests {
         assert!(stream.proceed(&mut engine, &local, 1).is_ok());
         let mut preface = [0; PREFACE];
         peer.read_exact(&mut preface).unwrap();
-        assert_eq!(preface, [MAGIC, secret].concat()[..]);
+        assert_eq!(preface, [&MAGIC, &secret[..HALF]].concat()[..]);
         assert!(stream.proceed(&mut engine, &local, 999).is_ok() && !stream.is_open, "it waits");
         assert!(stream.proceed(&mut engine, &local, 1_000).is_err(), "not for ever");
-        for (answer, is_proof) in [(secret, false), (proof(&secret), true)] {
+        for (answer, is_proof) in [(&secret[..HALF], false), (&secret[HALF..], true)] {
             let (mut stream, mut peer) = connected();
             assert!(stream.proceed(&mut engine, &local, 1).is_ok());
-            peer.write_all(&answer).unwrap();
+            peer.write_all(answer).unwrap();
             let begin = std::time::Instant::now();
             // The engine knows no such channel, so the stream ends as soon as it has opened.
             while stream.proceed(&mut engine, &local, 1).is_ok() {

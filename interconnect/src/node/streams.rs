@@ -4,17 +4,17 @@
 //!   puller                                            sender
 //!     |--- INVITE (secret), over UDP -------------------->|
 //!     |<-- connects to the port of the UDP socket --------|
-//!     |<-- PREFACE: magic, secret ------------------------|
-//!     |--- PROOF: the secret, inverted ------------------>|
+//!     |<-- PREFACE: magic, first half of the secret ------|
+//!     |--- second half of the secret -------------------->|
 //!     |<-- records: length (4 bytes), DATA packet --------|
 //! ```
 //!
-//! A node listens at the TCP port with the number of its UDP port. A connection belongs to the channel whose secret it shows, and must come from
-//! that peer's address. The proof shows the sender that it has reached the peer: no bytes go to whoever else has the port. A connection carries bytes
-//! in one direction; each side has its own. Where it cannot be made, the network carries all.
+//! A node listens at the TCP port with the number of its UDP port. A connection belongs to the channel half of whose secret it shows, and
+//! must come from that peer's address. The other half shows the sender that it has reached the peer: no bytes go to whoever else has the
+//! port. A connection carries bytes in one direction; each side has its own. Where it cannot be made, the network carries all.
 //!
-//! TCP slows down when packets get lost, the engine's own protocol does not. So a connection whose path loses segments is ended, and none is made
-//! for a while. The kernel ends one whose path is silent for 3 s.
+//! TCP slows down when packets get lost, the engine's own protocol does not. So a connection whose path loses segments is ended. The
+//! kernel ends one whose path is silent for 3 s. After a stream has ended, none is made to this peer for a minute.
 //!
 //! Bytes of a stream are not sealed. So there is none to a peer behind a sealed link.
 //!
@@ -25,9 +25,9 @@ use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsFd;
 use std::time::Duration;
 
-use rustix::net::sockopt as socket_options;
+use rustix::net::{Shutdown, connect_unspec, shutdown};
 
-use super::connection::{Ended, MAGIC, PREFACE, PROOF, end_when_silent, is_passing, proof};
+use super::connection::{Ended, HALF, MAGIC, PREFACE, end_when_silent, is_passing, silence};
 use super::local::Local;
 use super::outgoing::Outgoing;
 use crate::proto::{Departure, Engine};
@@ -105,12 +105,19 @@ pub(super) struct Streams {
     check_at: u64,
     /// No connection is accepted before.
     accept_at: u64,
+    /// How long a connection's path may be silent.
+    silence: Duration,
     counters: StreamCounters,
 }
 
 impl Streams {
     /// Streams of the node at `own`, whose peers connect to `listener`. `None`: there are none.
-    pub(super) fn new(own: SocketAddr, listener: Option<TcpListener>, local: &Local) -> Self {
+    pub(super) fn new(
+        own: SocketAddr,
+        listener: Option<TcpListener>,
+        local: &Local,
+        dead_after_ns: u64,
+    ) -> Self {
         let listener = listener.filter(|listener| local.watch(listener.as_fd()).is_ok());
         Self {
             listener,
@@ -121,6 +128,7 @@ impl Streams {
             look_at: 0,
             check_at: 0,
             accept_at: 0,
+            silence: silence(dead_after_ns),
             counters: StreamCounters::default(),
         }
     }
@@ -222,10 +230,11 @@ impl Streams {
             let own = &mut self.outgoing[place];
             if !seal.is_clear(own.address) {
                 self.end_outgoing(engine, local, place, true);
-            } else if own.is_open && (!engine.streams(own.address).1 || own.has_ended()) {
+            } else if own.is_open
+                && (!engine.streams(own.address).1 || engine.is_local(own.address) || own.has_ended())
+            {
                 self.end_outgoing(engine, local, place, false);
             } else if is_check && own.is_lossy() {
-                engine.avoid_streams(own.address);
                 self.counters.lossy += 1;
                 self.end_outgoing(engine, local, place, false);
             }
@@ -248,7 +257,10 @@ impl Streams {
         if is_known || self.outgoing.len() >= STREAMS_MAX || !seal.is_clear(address) {
             return;
         }
-        let Ok(stream) = Outgoing::connect(address, self.own, secret, now + CONNECT_NS) else { return };
+        let Ok(stream) = Outgoing::connect(address, self.own, secret, (now + CONNECT_NS, self.silence))
+        else {
+            return;
+        };
         let descriptor = stream.socket.as_fd();
         if local.watch(descriptor).is_ok() && local.watch_room(descriptor, true).is_ok() {
             self.outgoing.push(stream);
@@ -306,16 +318,18 @@ impl Streams {
             return;
         }
         let Stranger { mut socket, from, preface, .. } = self.strangers.swap_remove(place);
-        let (magic, secret) = preface.split_at(MAGIC.len());
-        let secret = secret.first_chunk().filter(|_| heard.is_ok() && magic == MAGIC);
-        let address = secret.and_then(|secret| engine.invited_to_stream(secret));
-        let is_peer = |address: &SocketAddr| address.ip().to_canonical() == from && seal.is_clear(*address);
-        let proven = address.filter(is_peer).filter(|_| {
-            let proof = secret.map_or([0; PROOF], proof);
+        let (magic, shown) = preface.split_at(MAGIC.len());
+        let shown: Option<&[u8; HALF]> = shown.first_chunk().filter(|_| heard.is_ok() && magic == MAGIC);
+        let invited = shown.and_then(|shown| engine.invited_to_stream(shown));
+        let is_peer = |invited: &(SocketAddr, [u8; HALF])| {
+            invited.0.ip().to_canonical() == from && seal.is_clear(invited.0)
+        };
+        let proven = invited.filter(is_peer).filter(|(_, proof)| {
             // A new connection has room for it.
-            end_when_silent(&socket).is_ok() && socket.write(&proof).is_ok_and(|sent| sent == PROOF)
+            end_when_silent(&socket, self.silence).is_ok()
+                && socket.write(proof).is_ok_and(|sent| sent == HALF)
         });
-        let Some(address) = proven else {
+        let Some((address, _)) = proven else {
             self.counters.refused += 1;
             return local.unwatch(socket.as_fd());
         };
@@ -333,21 +347,21 @@ impl Streams {
 
     /// Ends a stream. `at_once`: the kernel throws away what it has not sent.
     fn end_outgoing(&mut self, engine: &mut Engine, local: &Local, place: usize, at_once: bool) {
-        let Outgoing { address, socket, is_open, .. } = self.outgoing.swap_remove(place);
+        let Outgoing { address, socket, is_open, was_counted, .. } = self.outgoing.swap_remove(place);
         local.unwatch(socket.as_fd());
-        if at_once {
-            // Best effort: the kernel refuses it for no socket.
-            let _ = socket_options::set_socket_linger(&socket, Some(Duration::ZERO));
-        }
+        // Closing would not do while a child process holds a copy. An error means that the connection has ended already.
+        let _ = if at_once { connect_unspec(&socket) } else { shutdown(&socket, Shutdown::Both) };
         if is_open {
+            engine.avoid_streams(address);
             engine.set_outgoing_stream(address, None);
-            self.counters.ended += 1;
         }
+        self.counters.ended += u64::from(was_counted);
     }
 
     fn end_incoming(&mut self, engine: &mut Engine, local: &Local, place: usize) {
         let Incoming { address, socket, .. } = self.incoming.swap_remove(place);
         local.unwatch(socket.as_fd());
+        let _ = shutdown(&socket, Shutdown::Both);
         engine.set_incoming_stream(address, false);
         self.counters.ended += 1;
     }

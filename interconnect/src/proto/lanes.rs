@@ -27,6 +27,14 @@ impl Lanes {
         }
     }
 
+    /// Adds what waits before all else of this endpoint.
+    pub(super) fn push_front(&mut self, endpoint: u16, id: u32) {
+        match self.lanes.iter_mut().find(|(own, _)| *own == endpoint) {
+            Some((_, lane)) => lane.push_front(id),
+            None => self.push(endpoint, id),
+        }
+    }
+
     pub(super) fn is_empty(&self) -> bool {
         self.lanes.first().is_none_or(|(_, lane)| lane.is_empty())
     }
@@ -92,5 +100,8 @@ mod tests {
         assert!(lanes.is_empty() && lanes.len() == 1);
         lanes.push(5, 9);
         assert_eq!((lanes.front(), lanes.len()), (Some((5, 9)), 1), "the empty lane is used again");
+        lanes.push_front(5, 10);
+        lanes.push_front(4, 11);
+        assert_eq!(lanes.iter().collect::<Vec<_>>(), [10, 9, 11]);
     }
 }

@@ -1,10 +1,11 @@
 //! Streams: connections that carry pulled bytes in place of the network's packets, because a kernel moves the bytes of a TCP connection with
 //! less work than those of datagrams.
 //!
-//! Whoever pulls many bytes invites the peer, by a packet on the open channel with a secret of this channel. The peer connects, shows the
-//! secret, and sends DATA through the connection: numbered and acknowledged like every packet, but larger, never lost while the connection
-//! lasts, and without the window of the network. All other packets still take the network; what applications see in order waits for the packets
-//! before it, also for those in a stream. When a connection ends, what it has not delivered is cut again, into packets for the network.
+//! Whoever pulls many bytes invites the peer, by a packet on the open channel with a secret of this channel. The peer connects; each side
+//! shows a half of the secret; then the peer sends DATA through the connection: numbered and acknowledged like every packet, but larger,
+//! never lost while the connection lasts, and without the window of the network. All other packets still take the network; what
+//! applications see in order waits for the packets before it, also for those in a stream. When a connection ends, what it has not
+//! delivered is cut again, into packets for the network.
 //!
 //! The engine knows nothing of connections. It is told which channels have one in which direction, and whether it has room.
 
@@ -88,15 +89,16 @@ impl Engine {
         }
     }
 
-    /// Returns the next invitation to a stream: the peer's address, and the secret that it wants to see.
+    /// Returns the next invitation to a stream: the peer's address, and the secret, of which each side shows a half.
     pub fn next_stream_invite(&mut self) -> Option<(SocketAddr, [u8; 16])> {
         self.stream_invites.pop_front()
     }
 
-    /// Address of the peer that this engine has invited to a stream with `secret`.
-    pub fn invited_to_stream(&self, secret: &[u8; 16]) -> Option<SocketAddr> {
-        let is_meant = |own: &&Channel| own.stream.invites > 0 && own.secret == *secret;
-        self.channels.iter().find(is_meant).map(|channel| channel.address)
+    /// Address of the peer that this engine has invited to a stream with a secret whose first half is `shown`, and the other half.
+    pub fn invited_to_stream(&self, shown: &[u8; 8]) -> Option<(SocketAddr, [u8; 8])> {
+        let is_meant = |own: &&Channel| own.stream.invites > 0 && own.secret.starts_with(shown);
+        let own = self.channels.iter().find(is_meant)?;
+        Some((own.address, *own.secret.last_chunk()?))
     }
 
     /// Whether a peer at this IP address was invited to a stream.
@@ -170,8 +172,11 @@ impl Channel {
         for what in self.window.end_stream(What::Control(Body::Noop, 0), bytes) {
             let What::Data { serve, offset, len } = what else { continue };
             if let Some(own) = self.serves.get_mut(serve) {
+                // Once is enough. It was the first, and it still is.
+                if own.again.is_empty() {
+                    self.serving.push_front(own.endpoint, serve);
+                }
                 own.again.push((offset, len));
-                self.serving.push(own.endpoint, serve);
             }
         }
     }

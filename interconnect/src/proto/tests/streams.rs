@@ -178,9 +178,9 @@ fn only_who_was_invited_may_connect() {
     let (mut world, key) = world();
     world.connects = false;
     let stranger = "10.9.9.9:1".parse().unwrap();
-    assert_eq!(world.nodes[1].engine.invited_to_stream(&[0; 16]), None, "nobody has been invited");
+    assert_eq!(world.nodes[1].engine.invited_to_stream(&[0; 8]), None, "nobody has been invited");
     exchange(&mut world, key, 1);
-    assert_eq!(world.nodes[1].engine.invited_to_stream(&[0; 16]), None);
+    assert_eq!(world.nodes[1].engine.invited_to_stream(&[0; 8]), None);
     assert!(!world.nodes[1].engine.set_incoming_stream(stranger, true));
     assert!(!world.nodes[0].engine.set_outgoing_stream(stranger, Some(true)));
 }

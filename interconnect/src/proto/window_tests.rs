@@ -1,0 +1,153 @@
+//! Windows: losses, timeouts, and streams beside the network.
+
+use super::*;
+
+fn filled(packets: u64) -> Window<u64> {
+    let mut window = Window::new(1 << 20);
+    for what in 0..packets {
+        assert_eq!(window.send(what, what, 100, true), FIRST + what);
+    }
+    window
+}
+
+fn done(window: &mut Window<u64>, now: u64, ack: u64, map: Option<[u64; 4]>) -> Vec<u64> {
+    let mut done = vec![];
+    window.acknowledge(now, (FIRST + ack) as u32, map.as_ref(), false, &mut done);
+    done
+}
+
+#[test]
+fn three_later_arrivals_make_a_loss() {
+    let mut window = filled(10);
+    assert_eq!(done(&mut window, 100, 2, Some([0b0110, 0, 0, 0])), [0, 1]);
+    assert_eq!(window.resend(100), None, "two later ones have arrived");
+    assert_eq!(done(&mut window, 101, 2, Some([0b1110, 0, 0, 0])), [0; 0]);
+    assert_eq!(window.resend(101), Some((FIRST + 2, 2)));
+    assert_eq!(window.resend(101), None);
+    done(&mut window, 102, 2, Some([0b1111_1110, 0, 0, 0]));
+    assert_eq!(window.resend(102), None, "its retransmission was sent after these");
+    assert_eq!(done(&mut window, 103, 10, None), [2, 3, 4, 5, 6, 7, 8, 9]);
+    assert!(window.is_empty() && window.flying_bytes == 0);
+}
+
+#[test]
+fn old_and_impossible_acknowledgements_change_nothing() {
+    let mut window = filled(4);
+    assert_eq!(done(&mut window, 10, 3, None), [0, 1, 2]);
+    for ack in [0, 2, 5, 1 << 20] {
+        assert_eq!(done(&mut window, 11, ack, Some([u64::MAX; 4])), [0; 0]);
+    }
+    assert_eq!(window.flying_bytes, 100);
+}
+
+#[test]
+fn timeouts_probe_then_resend_all_then_give_up() {
+    let mut window = filled(3);
+    assert_eq!(window.tick(TIMEOUT_FIRST_NS - 1, 1 << 40), Timeout::Nothing);
+    assert_eq!(window.tick(TIMEOUT_FIRST_NS + 3, 1 << 40), Timeout::Resend);
+    assert_eq!(window.resend(30_000_000).unwrap().1, 0);
+    assert_eq!(window.resend(30_000_000), None);
+    assert_eq!(window.tick(1 << 30, 1 << 40), Timeout::Resend);
+    let again: Vec<u64> = std::iter::from_fn(|| window.resend(1 << 30)).map(|(_, what)| what).collect();
+    assert_eq!(again, [0, 1, 2], "all are sent again");
+    assert_eq!(window.tick(1 << 41, 1 << 40), Timeout::Dead);
+}
+
+#[test]
+fn what_a_stream_carries_is_lost_only_with_it() {
+    let mut window = filled(8);
+    // 2 and 5 travel through the stream, 1 is lost in the network.
+    for place in [2, 5] {
+        window.packets[place].by_stream = true;
+        window.flying_bytes -= 100;
+        window.streaming += 1;
+        window.has_stream = true;
+    }
+    assert_eq!(done(&mut window, 100, 1, Some([0b110_1100, 0, 0, 0])), [0]);
+    let again: Vec<u64> = std::iter::from_fn(|| window.resend(100)).map(|(_, what)| what).collect();
+    assert_eq!(again, [1], "those in the stream are late, not lost");
+    assert_eq!(window.tick(1 << 30, 1 << 40), Timeout::Resend);
+    assert_eq!(window.tick(1 << 31, 1 << 40), Timeout::Resend);
+    while let Some((_, what)) = window.resend(1 << 31) {
+        assert!(![2, 5].contains(&what));
+    }
+    assert_eq!(window.end_stream(99, 10), [2, 5]);
+    let again: Vec<u64> = std::iter::from_fn(|| window.resend(1 << 31)).map(|(_, what)| what).collect();
+    assert_eq!((again, window.streaming), (vec![99, 99], 0));
+    assert_eq!(done(&mut window, 1 << 32, 8, None).len(), 7);
+    assert!(window.is_empty() && window.flying_bytes == 0);
+}
+
+#[test]
+fn a_stream_that_flows_hides_no_loss() {
+    let mut window: Window<u64> = Window::new(1 << 20);
+    window.begin_stream();
+    window.send(0, 77, 100, false);
+    let mut now = 0;
+    for what in 1..200 {
+        now += 1_000_000;
+        window.send(now, what, 65_000, false);
+        window.put_into_stream();
+        done(&mut window, now, 0, Some([u64::MAX >> (63 - what.min(63)) & !1, 0, 0, 0]));
+        if window.tick(now, 1 << 40) == Timeout::Resend {
+            assert_eq!(window.resend(now), Some((FIRST, 77)));
+            assert!(now >= TIMEOUT_FIRST_NS);
+            return;
+        }
+    }
+    panic!("never sent again");
+}
+
+#[test]
+fn a_slow_stream_does_not_age_the_networks_packets() {
+    let mut window: Window<u64> = Window::new(1 << 20);
+    window.begin_stream();
+    window.send(1, 1, 65_000, false);
+    window.put_into_stream();
+    for now in 1..10 {
+        assert_eq!(window.tick(now << 30, 1 << 40), Timeout::Nothing);
+    }
+    let now = 10 << 30;
+    window.send(now, 2, 100, false);
+    assert_eq!(window.tick(now + TIMEOUT_FIRST_NS - 1, 1 << 40), Timeout::Nothing);
+    assert_eq!(window.tick(now + TIMEOUT_FIRST_NS, 1 << 40), Timeout::Resend);
+}
+
+#[test]
+fn a_stream_has_a_window_of_its_own() {
+    let mut window: Window<u64> = Window::new(64 << 10);
+    let mut sent = 0;
+    window.begin_stream();
+    while window.has_room_in_stream() {
+        window.send(1, sent, 65_000, false);
+        window.put_into_stream();
+        sent += 1;
+    }
+    assert_eq!((sent as usize, window.flying_bytes), (STREAMING_MAX, 0));
+    while window.has_room(10) {
+        window.send(1, sent, 10, false);
+        sent += 1;
+    }
+    assert_eq!(sent as usize, WINDOW_BESIDE_STREAM, "an acknowledgement tells of so many");
+    assert!(window.is_half_full());
+    assert_eq!(done(&mut window, 2, sent, None).len() as u64, sent);
+    assert_eq!((window.flying_bytes, window.streaming), (0, 0));
+    // Of a dead peer nothing arrives, not even through a stream.
+    window.send(3, 0, 65_000, false);
+    window.put_into_stream();
+    assert_eq!(window.tick(1 << 30, 1 << 40), Timeout::Nothing);
+    assert_eq!(window.tick(1 << 41, 1 << 40), Timeout::Dead);
+}
+
+#[test]
+fn the_window_bounds_what_flies() {
+    let mut window: Window<u64> = Window::new(1 << 20);
+    let mut sent = 0;
+    while window.has_room(1400) {
+        window.send(1, sent, 1400, false);
+        sent += 1;
+    }
+    assert_eq!(sent, CONGESTION_WINDOW_FIRST / 1400);
+    assert_eq!(done(&mut window, 2, sent, None).len() as u64, sent);
+    assert!(window.congestion.window > CONGESTION_WINDOW_FIRST, "it grows");
+}
