@@ -124,7 +124,9 @@ fn the_measuring_program_measures() {
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success(), "{text} {}", String::from_utf8_lossy(&output.stderr));
     assert!(
-        text.starts_with("latency_us ") && text.contains("\ngbit_s ") && text.ends_with(" attachment udp\n"),
+        text.starts_with("latency_us ")
+            && text.contains("\ngbit_s ")
+            && text.ends_with(" attachment udp streams 0\n"),
         "{text}"
     );
     assert!(server.0.wait().unwrap().success());
@@ -211,7 +213,7 @@ fn the_measuring_program_seals_across_a_sealed_link() {
                 .unwrap();
             let text = String::from_utf8_lossy(&client.stdout);
             assert!(client.status.success(), "{text} {}", String::from_utf8_lossy(&client.stderr));
-            assert!(text.ends_with(" attachment sealed\n"), "{text}");
+            assert!(text.ends_with(" attachment sealed streams 0\n"), "{text}");
             assert!(server.0.wait().unwrap().success());
         });
     });
