@@ -341,7 +341,7 @@ impl Core {
             path.settle();
         }
         for id in before.ports_missing_in(&setup) {
-            self.shared.learned().remove_port(id, &setup.table, self.now_ms());
+            self.shared.learned().remove_port(id, &before.table, &setup.table, self.now_ms());
         }
     }
 

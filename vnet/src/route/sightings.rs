@@ -86,9 +86,11 @@ impl Learned {
 
 impl Learned {
     /// Removes a port, see [`Learned::forget_port`]. Addresses configured on it that were heard from another port are known there from
-    /// now on, unless they aged out or are known already. `table` is without the port.
-    pub(crate) fn remove_port(&self, port: PortId, table: &Table, now_ms: u64) {
-        let moved = self.book.lock().conflicts.about(port);
+    /// now on, unless they aged out or are known already. `before` is the table with the port, `table` without it.
+    pub(crate) fn remove_port(&self, port: PortId, before: &Table, table: &Table, now_ms: u64) {
+        let mut moved = self.book.lock().conflicts.about(port);
+        // Others have only moved too often.
+        moved.retain(|known| before.configured(known.network, known.mac) == Some(port));
         self.forget_port(port);
         for Conflict { network, mac, also, seen_ms, .. } in moved {
             let (Some(member), Some(there)) = (table.port(also), table.network(network)) else { continue };

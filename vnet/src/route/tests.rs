@@ -165,14 +165,27 @@ fn a_machine_that_has_moved_is_known_when_its_interface_goes() {
     router.route(&flow(LINK, mac(8), mac(1)), 0);
     there.remove(1);
     let without = Arc::new(Table::build(vec![], &[learning()], &there));
+    let with = router.table().clone();
     router.adopt(without.clone());
-    router.learned.remove_port(GUEST, &without, 10);
+    router.learned.remove_port(GUEST, &with, &without, 10);
     assert_eq!(router.route(&flow(HOST, mac(1), mac(7)), 10), Decision::To(LINK), "it was heard there");
     let entries = router.learned.entries(&without, 10);
     assert_eq!(entries.iter().map(|entry| entry.mac).collect::<Vec<_>>(), [mac(1), mac(7), mac(8)]);
     // What was heard too long ago is not known.
     let expired = 1_000 * u64::from(AGEING_S) + 1;
     assert!(matches!(router.route(&flow(HOST, mac(1), mac(7)), expired), Decision::Copies(_)));
+    // An address that has only moved is not known anywhere when its port goes.
+    for n in 0..20 {
+        router.route(&flow([LINK, LINK_2][n % 2], mac(9), mac(1)), expired + n as u64);
+    }
+    let now = expired + 20;
+    let (at, also) = (LINK_2, LINK);
+    assert!(router.learned.conflicts(now).iter().any(|c| (c.mac, c.at, c.also) == (mac(9), at, also)));
+    there.retain(|member| member.port != at);
+    let after = Arc::new(Table::build(vec![], &[learning()], &there));
+    router.adopt(after.clone());
+    router.learned.remove_port(at, &without, &after, now);
+    assert!(router.learned.entries(&after, now).iter().all(|entry| entry.mac != mac(9)));
 }
 
 #[test]
