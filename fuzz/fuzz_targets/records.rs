@@ -9,7 +9,7 @@ mod victim;
 
 use libfuzzer_sys::fuzz_target;
 use victim::Victim;
-use vnet_rdma::records::Records;
+use vnet_rdma::Records;
 
 const ANSWERS_MAX: usize = 20_000;
 

@@ -8,7 +8,6 @@
 //! - `node/`: the engine inside the application: socket, progress, waiting;
 //! - [`ether`]: packets in raw Ethernet frames, in place of UDP;
 //! - [`seal`]: encrypts packets that cross a sealed link;
-//! - `records.rs`: packets in the bytes of a TCP connection;
 //! - [`ring`]: packets through memory shared with a process of the same host;
 //! - [`meeting`]: how two processes of one host get a ring from its daemon;
 //! - [`daemon`]: the engine in the daemon of the host, for processes that ask for it;
@@ -29,8 +28,6 @@ pub mod meeting;
 mod node;
 pub mod proto;
 mod random;
-#[doc(hidden)]
-pub mod records;
 mod region;
 pub mod ring;
 pub mod seal;
@@ -38,6 +35,8 @@ pub mod vm;
 
 pub use attached::{Endpoint, Node};
 pub use ether::address::Bind;
+#[doc(hidden)]
+pub use node::Records;
 pub use node::{Attachment, Error, Options, RingCounters, StreamCounters, name_of, resolve};
 pub use proto::{
     ATOMIC_BYTES_MAX, Access, Atomic, Change, Completion, Counters, Datatype, EndpointCounters, Key, Kind,

@@ -107,6 +107,27 @@ def test_large_transfers_between_hosts_take_a_stream(lab: Topology):
     assert measured(near, far, size=200_000)["streams"] == "0", "not worth one"
 
 
+@pytest.mark.parametrize("loss", ["", "numgen random mod 50 == 0"], ids=["dead path", "2 % lost"])
+def test_a_stream_gives_way_to_udp_where_tcp_does_badly(lab: Topology, loss: str):
+    near, far = lab.find("h1c1"), lab.find("h2c1")
+    nft = ["ip", "netns", "exec", far.namespace, "nft"]
+    words = ["timeout", "120", "vnet-rdma-perf", "client", "", "1048576", "0.2,12"]
+    try:
+        with perf_server(far) as words[4]:
+            command = machine.namespace_command(near, words)
+            with subprocess.Popen(command, env=machine.environment(near), stdout=subprocess.PIPE, text=True) as client:
+                connected = ("ss", "-tnH", "state", "established", "dport", "=", ":7000")
+                wait_until("a stream", lambda: machine.execute(near, *connected).strip(), 60)
+                run([*nft, "add table inet bad; add chain inet bad in { type filter hook input priority 0; }"])
+                run([*nft, f"add rule inet bad in tcp dport 7000 {loss} drop"])
+                text = client.communicate(timeout=120)[0]
+                assert client.returncode == 0, text
+    finally:
+        run([*nft, "delete table inet bad"])
+    figures = text.split()
+    assert dict(zip(figures[::2], figures[1::2], strict=True))["streams"] == "0", text
+
+
 def test_applications_outlive_a_killed_vnetd(lab: Topology):
     """The memory it gave ends with it; packets take the network again as soon as it is there."""
     host, near = lab.hosts[0], lab.find("h1c1")

@@ -1,5 +1,5 @@
-//! Threads that read what guests and other hosts send: they open no file, so a program can have them give up that ability. And the
-//! processor time of a thread.
+//! Helpers for threads. Threads that read what guests and other hosts send open no file, so a program can have them give up that ability;
+//! and the CPU time of the calling thread.
 
 use std::sync::OnceLock;
 use std::time::Duration;

@@ -117,7 +117,7 @@ pub async fn with_engine<T: Send + 'static>(
     done.await.unwrap_or_else(|_| Err(stopping()))
 }
 
-/// Answers with what the engine says.
+/// Queries the engine, and answers with the result as JSON.
 pub async fn ask<T: Serialize + Send + 'static>(
     shared: Shared,
     question: impl FnOnce(&Engine) -> T + Send + 'static,

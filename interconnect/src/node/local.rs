@@ -175,19 +175,19 @@ impl Local {
         self.inbox.as_raw_fd()
     }
 
-    /// Wakes sleeping threads while a connection has something to read.
+    /// Adds a connection to the epoll set on which threads sleep.
     pub(super) fn watch(&self, connection: BorrowedFd<'_>) -> io::Result<()> {
         watch(&self.inbox, connection)
     }
 
-    /// Wakes sleeping threads also while a connection that is watched has room, or no longer.
+    /// Also watches a connection for room in its send buffer, or no longer.
     pub(super) fn watch_room(&self, connection: BorrowedFd<'_>, is_wanted: bool) -> io::Result<()> {
         let out = if is_wanted { epoll::EventFlags::OUT } else { epoll::EventFlags::empty() };
         let data = epoll::EventData::new_u64(0);
         Ok(epoll::modify(&self.inbox, connection, data, epoll::EventFlags::IN | out)?)
     }
 
-    /// Ends `watch`.
+    /// Removes a connection from the epoll set.
     pub(super) fn unwatch(&self, connection: BorrowedFd<'_>) {
         unwatch(&self.inbox, connection);
     }

@@ -1,5 +1,5 @@
 //! The process engine: runs the protocol inside the application over a UDP socket or in raw Ethernet frames (`wire.rs`), and through shared
-//! memory with processes of the same host (`local.rs`). Large transfers take TCP connections beside the socket (`streams.rs`). Packets to peers behind sealed links are sealed on their way to the socket ([`crate::seal`]).
+//! memory with processes of the same host (`local.rs`). Large transfers take TCP connections beside the socket (`streams/`). Packets to peers behind sealed links are sealed on their way to the socket ([`crate::seal`]).
 //!
 //! Each call that polls or waits makes progress: it receives packets, lets the engine send, and takes completions. If the
 //! application has not called for some milliseconds, a library thread makes progress instead, so that peers get answers while
@@ -11,12 +11,10 @@
 //! Each sleeping thread wakes for the engine's next timer. A call that starts an earlier timer wakes a thread that would sleep
 //! beyond it (`rouse`), and a call that receives packets for other endpoints wakes the threads that wait there (`signal`).
 
-mod connection;
 mod endpoint;
 mod local;
 mod name;
 pub(crate) mod notice;
-mod outgoing;
 pub(crate) mod pages;
 pub(crate) mod socket;
 mod streams;
@@ -45,8 +43,8 @@ pub use name::{name_of, resolve};
 use notice::{Event, Notice};
 use pages::Pages;
 use socket::wait_readable;
-pub use streams::StreamCounters;
 use streams::Streams;
+pub use streams::{Records, StreamCounters};
 use wire::{Arrival, Wire};
 
 /// Maximum number of system calls that receive before the engine sends.
@@ -59,9 +57,9 @@ const MEETING_VARIABLE: &str = "VNET_RDMA_MEETING";
 const ATTACHMENT_VARIABLE: &str = "VNET_RDMA_ATTACHMENT";
 /// Environment variable that allows clear text to peers behind sealed links.
 const SEAL_VARIABLE: &str = "VNET_RDMA_SEAL";
-/// Environment variable that switches streams off.
+/// Environment variable: `auto` or `off`, see [`Options::streams`].
 const STREAMS_VARIABLE: &str = "VNET_RDMA_STREAMS";
-/// Pulls of at least this many bytes are worth a stream.
+/// Smallest pull that opens a stream, in bytes.
 const STREAM_MIN: usize = 256 << 10;
 /// How often a thread takes packets from rings before it wakes the threads that sleep, instead of arming the rings for them.
 const REARMS_MAX: u32 = 4;
@@ -121,7 +119,7 @@ pub enum Error {
     /// Sealing is either on or off.
     #[error("VNET_RDMA_SEAL is '{0}', but must be auto or off")]
     Seal(String),
-    /// Streams are either on or off.
+    /// `VNET_RDMA_STREAMS` has an invalid value.
     #[error("VNET_RDMA_STREAMS is '{0}', but must be auto or off")]
     Streams(String),
 }
@@ -422,8 +420,8 @@ impl Shared {
     }
 }
 
-/// Binds the wire, and listens for streams at the TCP port of the same number if there are to be any. Where another program has
-/// that, another UDP port is tried if any will do.
+/// Binds the wire, and the TCP port of the same number for streams. If that port is taken, tries other UDP ports, unless the caller wants
+/// a certain one.
 fn bind(to: &Bind, has_streams: bool) -> Result<(Wire, SocketAddr, Option<TcpListener>), Error> {
     const ATTEMPTS: usize = 8;
     let mut attempts = if matches!(to, Bind::Udp(address) if address.port() == 0) { ATTEMPTS } else { 1 };
@@ -568,7 +566,5 @@ impl Drop for Node {
 mod ether_tests;
 #[cfg(test)]
 pub(crate) mod sealed_tests;
-#[cfg(test)]
-mod stream_tests;
 #[cfg(test)]
 mod tests;

@@ -321,7 +321,7 @@ fn send_message(fd: RawFd, to: SocketAddr, vectors: &mut [libc::iovec], segment:
     if sent >= 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Sends the bytes of `parts` to the peer of a connection, without blocking. Returns how many were taken.
+/// sendmsg(2) on a connected socket, without blocking. Returns the number of bytes sent.
 pub(super) fn send_parts(to: impl AsFd, parts: [Span; 3], flags: libc::c_int) -> io::Result<usize> {
     let mut vectors = parts.map(|part| libc::iovec { iov_base: part.start().cast(), iov_len: part.len() });
     // SAFETY: a plain C structure, for which zero bytes are valid.

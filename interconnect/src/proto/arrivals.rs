@@ -135,7 +135,7 @@ impl<E> Arrivals<E> {
         self.ahead > 0
     }
 
-    /// Low 32 bits of the next expected number.
+    /// Cumulative acknowledgement: the next expected number, low 32 bits.
     pub(super) fn expected(&self) -> u32 {
         self.next as u32
     }

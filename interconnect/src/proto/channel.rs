@@ -293,13 +293,13 @@ pub(super) struct Serve {
     /// Offset of the first byte within the peer's pull.
     pub(super) offset: u64,
     pub(super) sent: u32,
-    /// Offset and length of pieces to send once more, because the stream with them has ended.
+    /// Offset and length of bytes to send again: lost with a stream.
     pub(super) again: Vec<(u32, u32)>,
     pub(super) arrived: u32,
 }
 
 impl Serve {
-    /// Takes the next piece of at most `most` bytes that is to be sent: its offset and length.
+    /// Takes the next bytes to send, at most `most`: offset and length.
     pub(super) fn next(&mut self, most: usize) -> Option<(u32, u32)> {
         if let Some((offset, len)) = self.again.pop() {
             let first = len.min(most as u32);
@@ -350,19 +350,19 @@ pub(super) enum Assembled {
     Unexpected(Vec<u8>),
 }
 
-/// Streams of a channel: connections that carry the bytes which one side has requested.
+/// State of a channel's streams; see `engine/streams.rs`.
 #[derive(Default)]
 pub(super) struct StreamState {
-    /// The peer is to be invited to send through a stream.
+    /// An invitation is scheduled.
     pub(super) is_wanted: bool,
     /// Number of invitations sent, and the earliest time of the next one.
     pub(super) invites: u32,
     pub(super) invite_at: u64,
-    /// Earliest time at which the peer's next invitation is taken up.
+    /// Earliest time of the next connect.
     pub(super) connects_at: u64,
-    /// Requested bytes arrive through a stream.
+    /// An incoming stream is open.
     pub(super) is_incoming: bool,
-    /// Requested bytes leave through a stream; whether it has room now.
+    /// `Some` if an outgoing stream is open: whether its send buffer has room.
     pub(super) outgoing: Option<bool>,
 }
 

@@ -27,7 +27,7 @@ impl Lanes {
         }
     }
 
-    /// Adds what waits before all else of this endpoint.
+    /// Like `push`, in front of all else of this endpoint.
     pub(super) fn push_front(&mut self, endpoint: u16, id: u32) {
         match self.lanes.iter_mut().find(|(own, _)| *own == endpoint) {
             Some((_, lane)) => lane.push_front(id),

@@ -1,11 +1,11 @@
-//! Which bytes of a pull have arrived. They may arrive more than once: by a stream that ended, and again by the network.
+//! Set of byte ranges: which bytes of a pull have arrived. Bytes of a stream that closes may arrive twice, so counting is not enough.
 
 use super::window::WINDOW;
 
-/// Maximum number of ranges with gaps between them. A gap is a packet under way, and two windows of them are more than a peer has.
+/// Maximum number of ranges. A gap is a packet in flight, so an honest peer makes fewer than one per packet of its window.
 const RANGES_MAX: usize = 2 * WINDOW;
 
-/// There are more gaps than packets can be under way.
+/// More gaps than packets in flight: a violation of the protocol.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct TooMany;
 
@@ -27,13 +27,13 @@ impl Ranges {
         if from >= to {
             return Ok(0);
         }
-        // Mostly what follows what arrived last.
+        // Fast path: in order.
         if let Some(last) = self.ranges.last_mut().filter(|last| last.1 == from) {
             last.1 = to;
             self.bytes += to - from;
             return Ok(to - from);
         }
-        // The ranges that the new one touches.
+        // Ranges that overlap or touch the new one.
         let first = self.ranges.partition_point(|range| range.1 < from);
         let after = first + self.ranges[first..].partition_point(|range| range.0 <= to);
         if first == after {

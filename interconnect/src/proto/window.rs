@@ -13,10 +13,10 @@ pub(super) const FIRST: u64 = 0xffff_f000;
 
 /// A packet counts as lost when this many packets that were sent after it have arrived.
 const LOSS_AFTER: u64 = 3;
-/// Maximum number of unacknowledged packets that travel through a stream: 1.5 MiB. What is sent later waits for them.
+/// Maximum number of unacknowledged packets in a stream: 1.5 MiB. It bounds head-of-line blocking.
 const STREAMING_MAX: usize = 24;
-/// Maximum number of unacknowledged packets where some may travel through a stream: these may arrive last, and an acknowledgement tells of
-/// 256 packets behind the first that is missing.
+/// Maximum number of unacknowledged packets of a channel with a stream. Stream packets may arrive last, and the selective map covers
+/// 256 packets behind the first missing one.
 const WINDOW_BESIDE_STREAM: usize = 256;
 /// Minimum retransmission timeout: covers the time until the operating system schedules the receiving process.
 const TIMEOUT_MIN_NS: u64 = 1_000_000;
@@ -48,7 +48,7 @@ struct Sent<W> {
     resent: bool,
     /// The receiver acknowledges this packet without delay, so its acknowledgement measures the round trip.
     soon: bool,
-    /// It travels through a stream, which loses nothing while it lasts, and has a window of its own.
+    /// In a stream: exempt from loss detection and the congestion window.
     by_stream: bool,
 }
 
@@ -69,13 +69,13 @@ pub(super) struct Window<W> {
     lost: VecDeque<u64>,
     order: u64,
     order_arrived: u64,
-    /// Of packets in the network.
+    /// Not counting packets in a stream.
     flying_bytes: u64,
     /// There is a stream.
     has_stream: bool,
     /// Number of packets in it.
     streaming: usize,
-    /// Bytes of packets in the network that the acknowledgement at hand is the first to cover.
+    /// Bytes newly acknowledged by the current acknowledgement, not counting packets in a stream.
     arrived_bytes: u64,
     timer_from: u64,
     timeouts: u32,
@@ -166,7 +166,7 @@ impl<W: Copy> Window<W> {
             (self.timer_from, self.progress_at) = (now, now);
         }
         if self.flying_bytes == 0 && self.lost.is_empty() {
-            // The timer ran for a stream only.
+            // Only stream packets were in flight.
             (self.timer_from, self.timeouts) = (now, 0);
         }
         self.order += 1;
@@ -186,30 +186,30 @@ impl<W: Copy> Window<W> {
         self.first + self.packets.len() as u64 - 1
     }
 
-    /// There is a stream from now on.
+    /// A stream was opened.
     pub(super) fn begin_stream(&mut self) {
         self.has_stream = true;
     }
 
-    /// The packet that `send` has numbered last travels through the stream.
+    /// The last packet that `send` has numbered takes the stream.
     pub(super) fn put_into_stream(&mut self) {
         let Some(packet) = self.packets.back_mut() else { return };
         packet.by_stream = true;
         self.flying_bytes -= packet.bytes;
         self.streaming += 1;
-        // What overtakes it in the network is no sign of a loss.
+        // Not part of the order by which losses are detected.
         self.order -= 1;
     }
 
-    /// The stream has ended. What it has not delivered is returned. In place of each such packet `instead`, of so many bytes, is sent
-    /// by the network, because all numbers have to arrive.
+    /// The stream was closed. Returns the content of its unacknowledged packets. `instead`, of `bytes` bytes, is sent under their
+    /// numbers, because every number has to arrive.
     pub(super) fn end_stream(&mut self, instead: W, bytes: usize) -> Vec<W> {
         let mut left = vec![];
         for (place, packet) in self.packets.iter_mut().enumerate() {
             if std::mem::take(&mut packet.by_stream) && packet.state == State::Flying {
                 left.push(std::mem::replace(&mut packet.what, instead));
                 (packet.state, packet.bytes) = (State::Lost, bytes as u64);
-                // If it arrives after all, that measures the stream.
+                // A late acknowledgement must not count as a round trip, or for loss detection.
                 (packet.resent, packet.order) = (true, 0);
                 self.lost.push_back(self.first + place as u64);
             }
@@ -269,7 +269,7 @@ impl<W: Copy> Window<W> {
         }
         if advanced || bytes > 0 {
             self.progress_at = now;
-            // What a stream delivers says nothing about packets in the network.
+            // Acknowledgements of stream packets must not restart the timer of the others.
             if self.arrived_bytes > 0 || self.flying_bytes == 0 {
                 (self.timer_from, self.timeouts) = (now, 0);
             }
@@ -371,7 +371,7 @@ impl<W: Copy> Window<W> {
             self.lost.push_back(self.first + place as u64);
         }
         if self.lost.is_empty() {
-            // Only a stream is slow, which is no sign of congestion in the network.
+            // Only stream packets are in flight: no sign of congestion.
             return Timeout::Nothing;
         }
         if self.timeouts > 1 {

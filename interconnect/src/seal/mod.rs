@@ -255,7 +255,7 @@ impl Sealing {
         self.peers.get(&address).is_some_and(|peer| peer.known == Known::Sealed)
     }
 
-    /// Whether bytes to and from a peer may travel as they are, as far as is known.
+    /// Whether the peer is known to be reached in clear text.
     pub(crate) fn is_clear(&self, address: SocketAddr) -> bool {
         let is_known = |peer: &Peer| peer.known == Known::Clear;
         !self.has_daemon || self.is_all_clear || self.peers.get(&address).is_some_and(is_known)

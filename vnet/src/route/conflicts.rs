@@ -1,8 +1,8 @@
 //! Stations that share one MAC address: logged, and the latest kept for control.
 //!
-//! A virtual machine that migrates is such a conflict for a moment: it is configured on an interface here, and is heard from another
-//! host. When the interface is removed, its address is known there at once (`sightings.rs`). Otherwise frames to it would be flooded
-//! until it sends again, and arrive twice where other hosts have routes to it.
+//! A live migration is such a conflict for a moment: the MAC address is configured on an interface here, and its frames arrive from another
+//! host. When the interface is removed, the address is learned at that host's link at once (`sightings.rs`). Otherwise frames to it would
+//! be flooded until it sends again, and be duplicated where other hosts have static routes to it.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -61,7 +61,7 @@ impl Conflicts {
         );
     }
 
-    /// Conflicts about addresses configured on `port`.
+    /// Conflicts of addresses at `port`.
     pub(super) fn about(&self, port: PortId) -> Vec<Conflict> {
         self.latest.iter().filter(|known| known.at == port).copied().collect()
     }

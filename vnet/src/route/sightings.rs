@@ -85,11 +85,12 @@ impl Learned {
 }
 
 impl Learned {
-    /// Removes a port, see [`Learned::forget_port`]. Addresses configured on it that were heard from another port are known there from
-    /// now on, unless they aged out or are known already. `before` is the table with the port, `table` without it.
+    /// Removes a port ([`Learned::forget_port`]). MAC addresses that were configured on it and have been seen at another port are learned
+    /// there, unless they aged out or are known already: their machines have migrated. `before` is the table with the port, `table`
+    /// without it.
     pub(crate) fn remove_port(&self, port: PortId, before: &Table, table: &Table, now_ms: u64) {
         let mut moved = self.book.lock().conflicts.about(port);
-        // Others have only moved too often.
+        // Not addresses that were frozen for flapping between ports.
         moved.retain(|known| before.configured(known.network, known.mac) == Some(port));
         self.forget_port(port);
         for Conflict { network, mac, also, seen_ms, .. } in moved {

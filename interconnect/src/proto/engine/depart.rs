@@ -32,7 +32,7 @@ pub struct Departure {
     pub header: Encoded,
     /// Second part of the packet: the payload. It must be read before any call of the engine other than `depart`.
     pub payload: Span,
-    /// It travels through the stream to this peer.
+    /// To be sent through the stream to this peer.
     pub by_stream: bool,
 }
 
@@ -266,7 +266,7 @@ impl Engine {
         }
         let channel = self.channels.get_mut(number)?;
         let has_room = channel.window.has_room(channel.datagram);
-        if !has_room && !channel.streams() {
+        if !has_room && !channel.can_stream() {
             return None;
         }
         channel.is_data_turn = !channel.is_data_turn;
@@ -529,7 +529,7 @@ impl Channel {
         Header { flags: flags | congestion, failures, session, number: number as u32, ack, map, body }
     }
 
-    /// Like `header`, for a packet that may arrive late. Its acknowledgement is true, but the network's packets carry the one that is due.
+    /// Like `header`, for a stream packet. It may arrive late, so a datagram still has to carry the acknowledgement that is due.
     pub(super) fn header_in_stream(&self, flags: u8, number: u64, body: Body) -> Header {
         let (ack, failures) = (self.arrivals.expected(), self.arrivals.failures);
         let session = self.peer.map_or(0, |peer| peer.session);

@@ -56,7 +56,7 @@ pub struct Config {
     /// Whether the network takes longer packets, too, in fragments. Then packets through shared memory are longer: one that finds the memory full or
     /// gone takes the network.
     pub has_fragments: bool,
-    /// Pulls of at least this many bytes are worth a stream (`streams.rs`). 0: the engine makes none, and a node has its own default.
+    /// Smallest pull that opens a stream, in bytes (`streams.rs`). 0: the engine opens none; a node puts its own default there.
     pub stream_min: usize,
     /// Operations of up to this many bytes are pushed; the target pulls larger ones.
     pub eager_max: usize,
@@ -215,7 +215,7 @@ pub struct Engine {
     name: Option<[u8; 16]>,
     /// Invitations of peers to shared memory.
     invites: VecDeque<(SocketAddr, Invite)>,
-    /// Invitations to streams, with the secrets to show.
+    /// Invitations to connect, with their secrets.
     stream_invites: VecDeque<(SocketAddr, [u8; 16])>,
     /// Number of channels that have been closed.
     closed: u64,

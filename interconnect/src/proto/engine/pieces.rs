@@ -1,4 +1,4 @@
-//! Pieces of the bytes that a peer has requested: for datagrams, and larger ones for a stream (`streams.rs`).
+//! Cuts the bytes that a peer pulls into DATA packets: of the size of a datagram, or larger for a stream (`streams.rs`).
 
 use super::super::channel::{Channel, Flow, What};
 use super::super::memory::Span;
@@ -6,7 +6,7 @@ use super::super::shares::Shares;
 use super::super::wire::{Body, DATA_HEADER, Data, Header, MAP, flags};
 use super::LOCAL_PACKET_MAX;
 
-/// A piece of the bytes that the peer has requested.
+/// Payload of one DATA packet.
 pub(super) struct Piece {
     pub(super) serve: u32,
     /// The endpoint whose share it takes.
@@ -28,7 +28,7 @@ impl Channel {
     /// Cuts the next piece of the bytes that the peer requested, of an endpoint whose share allows it.
     pub(super) fn next_piece(&mut self, now: u64, shares: &mut Shares) -> Option<Piece> {
         let mut lanes = self.serving.len();
-        let by_stream = self.streams();
+        let by_stream = self.can_stream();
         let waits_for_stream = !by_stream && self.has_stream();
         if waits_for_stream || !by_stream && !self.window.has_room(self.datagram) {
             return None;
@@ -81,12 +81,12 @@ impl Channel {
         self.header(flags, psn, Body::Data(piece.data), bytes + MAP <= self.datagram)
     }
 
-    /// Whether pulled data may leave through a stream now. While there is one without room, such data waits.
-    pub(super) fn streams(&self) -> bool {
+    /// Whether pulled data may be sent through the stream now. While the stream is full, pulled data waits.
+    pub(super) fn can_stream(&self) -> bool {
         self.has_stream() && self.stream.outgoing == Some(true) && self.window.has_room_in_stream()
     }
 
-    /// Whether pulled data leaves through a stream. Shared memory comes first.
+    /// Whether pulled data takes a stream. Shared memory comes first.
     pub(super) fn has_stream(&self) -> bool {
         self.local.is_none() && self.stream.outgoing.is_some()
     }

@@ -27,7 +27,7 @@ impl Engine {
         let is_empty = span.is_empty();
         self.want_stream(channel, span.len());
         let own = self.channels.get(channel);
-        // A stream and a ring hold back who sends too much by themselves.
+        // Streams and rings have flow control of their own.
         let has_way = |own: &Channel| own.local.is_some() || own.stream.is_incoming;
         let is_free = own.is_some_and(|own| has_way(own) && own.pulling < PULLING_MAX);
         // The endpoint of the peer whose share the bytes are.

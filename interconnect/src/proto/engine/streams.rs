@@ -1,13 +1,14 @@
-//! Streams: connections that carry pulled bytes in place of the network's packets, because a kernel moves the bytes of a TCP connection with
-//! less work than those of datagrams.
+//! Streams: TCP connections for pulled bytes, beside the datagrams of a channel. Where datagrams are small, a kernel copies the bytes of a
+//! TCP connection in larger pieces, with less CPU time.
 //!
-//! Whoever pulls many bytes invites the peer, by a packet on the open channel with a secret of this channel. The peer connects; each side
-//! shows a half of the secret; then the peer sends DATA through the connection: numbered and acknowledged like every packet, but larger,
-//! never lost while the connection lasts, and without the window of the network. All other packets still take the network; what
-//! applications see in order waits for the packets before it, also for those in a stream. When a connection ends, what it has not
-//! delivered is cut again, into packets for the network.
+//! The puller invites the peer by an INVITE on the open channel, with the channel's secret. The peer connects, both ends authenticate with
+//! the secret, and the peer sends DATA through the connection: numbered and acknowledged like every packet, but larger, exempt from loss
+//! detection while the connection lasts, and outside the congestion window. All other packets still take datagrams. Packets keep their
+//! order, so a message waits for stream packets before it (head-of-line blocking, bounded by `STREAMING_MAX`). When a stream closes, its
+//! unacknowledged bytes are cut again into datagrams, and a NOOP takes each packet number.
 //!
-//! The engine knows nothing of connections. It is told which channels have one in which direction, and whether it has room.
+//! The engine does no I/O. The node tells it which channels have a stream in which direction, and whether its send buffer has room
+//! (`node/streams/`).
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -15,21 +16,21 @@ use super::super::channel::{Channel, What};
 use super::super::wire::{Body, Header, Invite};
 use super::Engine;
 
-/// In an invitation, in place of a name: it invites to a stream.
+/// Name in an INVITE that stands for a stream instead of a process of the same host.
 pub(super) const STREAM: [u8; 16] = *b"vnet-rdma-stream";
-/// With datagrams of this size the network is as fast as a stream, and faster where the kernel copies less.
+/// Streams are slower than datagrams of this size (docs/lab-notes/2026-11-26-large-transfers.md: MTU 9000).
 const DATAGRAM_ENOUGH: usize = 4096;
-/// Maximum number of invitations that wait for the process.
+/// Maximum number of invitations queued for the node.
 const INVITES_MAX: usize = 64;
-/// Interval at which invitations of one peer are taken up.
+/// Minimum interval between connects to one peer.
 const CONNECT_EVERY_NS: u64 = 100_000_000;
-/// The same after a stream was slow.
+/// Backoff after a stream has closed.
 const AVOIDED_NS: u64 = 60_000_000_000;
-/// Pause after each invitation; the last one repeats.
+/// Backoff between invitations; the last value repeats.
 const PAUSES_NS: [u64; 3] = [200_000_000, 2_000_000_000, 10_000_000_000];
 
 impl Engine {
-    /// Invites the peer to a stream soon, if the bytes to pull are worth one.
+    /// Schedules an invitation if a pull of `bytes` is large enough for a stream.
     pub(super) fn want_stream(&mut self, number: u32, bytes: usize) {
         let now = self.now;
         if self.config.stream_min == 0 || bytes < self.config.stream_min {
@@ -47,7 +48,7 @@ impl Engine {
         }
     }
 
-    /// Invites the peer at `address` to no stream as long as this channel lasts.
+    /// Sends no invitation on the channel to `address` any more.
     pub fn refuse_streams(&mut self, address: SocketAddr) {
         let number = self.addresses.get(&address).copied();
         if let Some(own) = number.and_then(|number| self.channels.get_mut(number)) {
@@ -55,7 +56,7 @@ impl Engine {
         }
     }
 
-    /// Takes up no invitation of the peer at `address` for a while.
+    /// Ignores invitations of the peer at `address` for [`AVOIDED_NS`].
     pub fn avoid_streams(&mut self, address: SocketAddr) {
         let number = self.addresses.get(&address).copied();
         if let Some(own) = number.and_then(|number| self.channels.get_mut(number)) {
@@ -63,7 +64,7 @@ impl Engine {
         }
     }
 
-    /// Returns the channel's invitation to a stream if it is due.
+    /// Returns the scheduled invitation, if any.
     pub(super) fn stream_invitation(&mut self, now: u64, number: u32) -> Option<Header> {
         let channel =
             self.channels.get_mut(number).filter(|own| own.stream.is_wanted && !own.is_unproven())?;
@@ -89,26 +90,25 @@ impl Engine {
         }
     }
 
-    /// Returns the next invitation to a stream: the peer's address, and the secret, of which each side shows a half.
+    /// Returns the next invitation to connect: the peer's address, and the secret.
     pub fn next_stream_invite(&mut self) -> Option<(SocketAddr, [u8; 16])> {
         self.stream_invites.pop_front()
     }
 
-    /// Address of the peer that this engine has invited to a stream with a secret whose first half is `shown`, and the other half.
+    /// Finds the invited peer by the first half of the secret. Returns its address, and the second half.
     pub fn invited_to_stream(&self, shown: &[u8; 8]) -> Option<(SocketAddr, [u8; 8])> {
         let is_meant = |own: &&Channel| own.stream.invites > 0 && own.secret.starts_with(shown);
         let own = self.channels.iter().find(is_meant)?;
         Some((own.address, *own.secret.last_chunk()?))
     }
 
-    /// Whether a peer at this IP address was invited to a stream.
+    /// Whether any peer at this IP address was invited.
     pub fn has_invited(&self, ip: IpAddr) -> bool {
         let is_meant = |own: &Channel| own.stream.invites > 0 && own.address.ip().to_canonical() == ip;
         self.channels.iter().any(is_meant)
     }
 
-    /// From now on pulled bytes arrive from the peer at `address` through a stream, or by the network again. Returns false if
-    /// there is no such channel.
+    /// A stream from the peer at `address` was opened or closed. Returns false if there is no such channel.
     pub fn set_incoming_stream(&mut self, address: SocketAddr, is_open: bool) -> bool {
         let number = self.addresses.get(&address).copied();
         let Some(channel) = number.and_then(|number| self.channels.get_mut(number)) else { return false };
@@ -117,8 +117,8 @@ impl Engine {
         true
     }
 
-    /// From now on pulled bytes leave to the peer at `address` through a stream, which has room or not; `None`: by the network again.
-    /// Returns false if there is no such channel.
+    /// State of the stream to the peer at `address`: open with or without room in its send buffer, or closed (`None`). Returns false if
+    /// there is no such channel.
     pub fn set_outgoing_stream(&mut self, address: SocketAddr, has_room: Option<bool>) -> bool {
         let Some(number) = self.addresses.get(&address).copied() else { return false };
         let Some(channel) = self.channels.get_mut(number).filter(|channel| channel.peer.is_some()) else {
@@ -134,7 +134,7 @@ impl Engine {
         true
     }
 
-    /// Whether an open channel's pulled bytes arrive from `address`, and leave to it, through streams.
+    /// Whether the channel to `address` has an incoming and an outgoing stream.
     pub fn streams(&self, address: SocketAddr) -> (bool, bool) {
         let own = self.open_channel(address);
         own.map_or((false, false), |own| (own.stream.is_incoming, own.stream.outgoing.is_some()))
@@ -150,8 +150,7 @@ impl Engine {
         channel.peer.map(|_| channel)
     }
 
-    /// Processes a packet that arrived through the stream from the peer at `from`. Returns false if it does not belong there: the stream
-    /// is not to be used any more.
+    /// Processes a packet from a stream. Returns false if it is not DATA of this channel: the stream has to be closed.
     pub fn receive_stream(&mut self, now: u64, from: SocketAddr, packet: &[u8]) -> bool {
         let Some((header, payload)) = self.decode(now, packet) else { return false };
         let channel = self.channel_of(header.session, from);
@@ -166,13 +165,12 @@ impl Engine {
 }
 
 impl Channel {
-    /// What the stream has not delivered is cut again for the network. The packets' numbers are used by empty packets.
+    /// Queues unacknowledged bytes again, in front of the lane; NOOPs take their packet numbers.
     fn end_outgoing_stream(&mut self) {
         let bytes = Header::len(&Body::Noop, false);
         for what in self.window.end_stream(What::Control(Body::Noop, 0), bytes) {
             let What::Data { serve, offset, len } = what else { continue };
             if let Some(own) = self.serves.get_mut(serve) {
-                // Once is enough. It was the first, and it still is.
                 if own.again.is_empty() {
                     self.serving.push_front(own.endpoint, serve);
                 }

@@ -12,14 +12,8 @@ fn world() -> (World, u64) {
 fn world_of(config: &Config) -> (World, u64) {
     let mut world = World::new(2, config, CLEAN, 1);
     let key = world.register(1, 1 << 20, 3 << 20, None);
-    write(&mut world, key, 8);
+    world.write(key, 8);
     (world, key)
-}
-
-fn write(world: &mut World, key: u64, len: usize) {
-    let source = world.span(0, 0, len);
-    world.post(0, 1, Shape::Write { key, at: 0 }, source, 1).unwrap();
-    assert_eq!(world.wait(0).status, Status::Success);
 }
 
 /// Requests do not wait for the budget, which is that of the socket's receive buffer.
@@ -33,7 +27,7 @@ fn large_operations_go_through_a_ring_in_large_packets() {
             .iter_mut()
             .enumerate()
             .for_each(|(place, byte)| *byte = place as u8 ^ round);
-        write(&mut world, key, LEN);
+        world.write(key, LEN);
         assert!(world.nodes[0].memory[..LEN] == world.nodes[1].memory[1 << 20..][..LEN]);
         let back = world.span(0, 4 << 20, LEN);
         world.post(0, 1, Shape::Read { key, at: 0 }, back, 2).unwrap();
@@ -52,7 +46,7 @@ fn where_nothing_fragments_packets_for_a_ring_fit_the_network() {
     let config = Config { has_fragments: false, ..Config::default() };
     let (mut world, key) = world_of(&config);
     world.share();
-    write(&mut world, key, LEN);
+    world.write(key, LEN);
     let least = LEN / config.datagram_max;
     assert!(world.has_rings() && world.ring_packets as usize > least, "{}", world.ring_packets);
     assert!(world.nodes[0].memory[..LEN] == world.nodes[1].memory[1 << 20..][..LEN]);
@@ -65,7 +59,7 @@ fn the_elder_invites_again_and_again_until_there_is_a_ring() {
     let mut invites = vec![];
     // As many as the pauses allow: at once, and after 20, 220 and 2220 ms.
     for _ in 0..30 {
-        write(&mut world, key, 8);
+        world.write(key, 8);
         world.run(100_000_000);
         let node = (0..2).find_map(|node| Some((node, world.nodes[node].engine.next_invite()?)));
         invites.extend(node);
@@ -81,7 +75,7 @@ fn the_elder_invites_again_and_again_until_there_is_a_ring() {
     world.share();
     assert_eq!(world.nodes[elder].engine.invited(&secret), None);
     world.run(20_000_000_000);
-    write(&mut world, key, 8);
+    world.write(key, 8);
     assert!(world.nodes.iter_mut().all(|node| node.engine.next_invite().is_none()));
 }
 
@@ -124,7 +118,7 @@ fn what_does_not_belong_in_a_ring_is_refused() {
         assert!(!engine.receive_local(now, from, &longer, placed), "{body:?} with more bytes");
     }
     assert!(!world.nodes[1].engine.receive_local(now, from, b"", None));
-    write(&mut world, key, 100_000);
+    world.write(key, 100_000);
     assert_eq!(world.nodes[1].engine.counters().failed_channels, 0);
 }
 

@@ -13,20 +13,14 @@ fn world() -> (World, u64) {
     let mut world = World::new(2, &config, CLEAN, 1);
     world.connects = true;
     let key = world.register(1, 1 << 20, LEN, None);
-    write(&mut world, key, 8);
+    world.write(key, 8);
     (world, key)
-}
-
-fn write(world: &mut World, key: u64, len: usize) {
-    let source = world.span(0, 0, len);
-    world.post(0, 1, Shape::Write { key, at: 0 }, source, 1).unwrap();
-    assert_eq!(world.wait(0).status, Status::Success);
 }
 
 /// Writes that node 1 pulls, and reads that node 0 pulls.
 fn exchange(world: &mut World, key: u64, round: u8) {
     world.nodes[0].memory[..LEN].iter_mut().enumerate().for_each(|(place, byte)| *byte = place as u8 ^ round);
-    write(world, key, LEN);
+    world.write(key, LEN);
     assert!(world.nodes[0].memory[..LEN] == world.nodes[1].memory[1 << 20..][..LEN]);
     let back = world.span(0, 4 << 20, LEN);
     world.post(0, 1, Shape::Read { key, at: 0 }, back, 2).unwrap();
@@ -41,7 +35,7 @@ fn resent(world: &World) -> u64 {
 #[test]
 fn large_transfers_go_through_streams_in_large_packets() {
     let (mut world, key) = world();
-    write(&mut world, key, 60_000);
+    world.write(key, 60_000);
     assert!(!world.has_stream(0) && !world.has_stream(1), "not worth one");
     exchange(&mut world, key, 1);
     assert!(world.has_stream(0) && world.has_stream(1));
@@ -113,8 +107,8 @@ fn small_operations_go_on_beside_a_stream_without_room() {
     world.post(0, 1, Shape::Write { key, at: 0 }, source, 1).unwrap();
     (0..20).for_each(|_| world.step());
     world.nodes[0].engine.set_outgoing_stream(to, Some(false));
-    write(&mut world, key, 8);
-    write(&mut world, key, 100_000);
+    world.write(key, 8);
+    world.write(key, 100_000);
 }
 
 /// Small writes need no credit, and there are always more of them.

@@ -7,6 +7,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 use super::random::mix;
 use crate::proto::{
     Access, Completion, Config, Departure, Engine, Match, Outgoing, Peer, PostError, Receive, Shape, Span,
+    Status,
 };
 use crate::ring::{Provided, Ring, WINDOW_BYTES, provide};
 
@@ -162,6 +163,13 @@ impl World {
         let peer = self.peer(to);
         let out = Outgoing { shape, span, data, context, is_buffered: false, is_quiet: false };
         self.nodes[from].engine.post(self.now, 0, peer, &out)
+    }
+
+    /// Node 0 writes `len` bytes into node 1's region `key`.
+    pub fn write(&mut self, key: u64, len: usize) {
+        let source = self.span(0, 0, len);
+        self.post(0, 1, Shape::Write { key, at: 0 }, source, 1).unwrap();
+        assert_eq!(self.wait(0).status, Status::Success);
     }
 
     pub fn receive(&mut self, node: usize, tag: Option<(u64, u64)>, span: Span, context: u64) {

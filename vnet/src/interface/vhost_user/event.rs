@@ -11,7 +11,7 @@
 //!
 //! Both signalling and reading wake every waiter of the eventfd inside the call, and the front end may have added 10^5 of them.
 //! So each call is timed. If one takes long, all eventfds of its interface are left to the interface's own thread for [`AVOIDED`]: it
-//! signals instead of the dispatchers, kicks are not counted, and dispatchers do not watch them (`looks.rs`).
+//! signals in place of the dispatchers, and it polls the queues, because kicks are neither read nor watched (`looks.rs`).
 
 use std::fs::File;
 use std::io::{self, IoSliceMut};
@@ -191,7 +191,7 @@ impl Patience {
         result
     }
 
-    /// Decides by the thread's processor time whether a suspected eventfd is slow. Also returns that.
+    /// Times the call by the thread's CPU clock. Also returns whether the eventfd is slow.
     #[cold]
     fn time_exactly<R>(&self, call: impl FnOnce() -> R) -> (R, bool) {
         let start = processor_time();
@@ -300,7 +300,7 @@ impl KickEvent {
         KickEvent(Arc::new(Kicking { file, signals }))
     }
 
-    /// True while dispatchers must not touch the interface's eventfds.
+    /// True while the interface's eventfds are slow, so that dispatchers do not touch them.
     pub(super) fn is_slow(&self) -> bool {
         self.0.signals.are_slow()
     }

@@ -1,9 +1,9 @@
-//! A queue whose guest's kicks are slow: a thread wakes the dispatcher at intervals instead.
+//! Slow kicks: a thread polls the queue for the dispatcher, at intervals.
 //!
-//! A guest that kicks wakes the dispatcher from within its own system call. If it has added 10^5 waiters to the eventfd, the kernel walks
-//! through them for 10 ms with interrupts off, and the scheduler prefers to run the woken dispatcher on that processor. So while an
-//! interface's eventfds are slow (`event.rs`), its dispatcher does not watch kicks. It asks for a look before it sleeps, and the
-//! interface's own thread ([`SlowWork`]) wakes it after [`INTERVAL`].
+//! A kick wakes the dispatcher from within the guest's write(2). If the guest has added 10^5 waiters to the eventfd, the kernel walks
+//! through them for 10 ms with interrupts off, and the scheduler tends to run the woken dispatcher on that CPU, where it waits. So while an
+//! interface's eventfds are slow (`event.rs`), its dispatcher removes the kick from its epoll set. Before it sleeps it asks for a
+//! wake-up, which the interface's own thread ([`SlowWork`]) gives after [`INTERVAL`], or later if its CPU allowance is used up.
 //!
 //! [`SlowWork`]: super::slow_work::SlowWork
 
@@ -14,14 +14,14 @@ use std::time::Duration;
 use super::queue_pairs::Device;
 use super::slow_work::Slow;
 
-/// How long a frame waits at least: 500 looks a second take 0.3 % of a dispatcher.
+/// Polling interval.
 const INTERVAL: Duration = Duration::from_millis(2);
 
-/// Wakes a queue's dispatcher once, later.
+/// A one-shot wake-up of a queue's dispatcher.
 pub(super) struct Look {
     device: Arc<Device>,
     queue: usize,
-    /// True while it waits for the interface's own thread.
+    /// True while it is queued for the interface's own thread.
     waits: AtomicBool,
 }
 
@@ -30,7 +30,7 @@ impl Look {
         Arc::new(Look { device, queue, waits: AtomicBool::new(false) })
     }
 
-    /// Has the dispatcher woken later. Returns false if there is no thread to do it.
+    /// Queues the wake-up. Returns false if no thread can be started for it.
     #[cold]
     pub(super) fn later(self: &Arc<Look>) -> bool {
         if self.waits.swap(true, AcqRel) {
@@ -49,7 +49,7 @@ impl Look {
 impl Slow for Look {
     fn carry_out(&self) {
         std::thread::sleep(INTERVAL);
-        // Before the dispatcher wakes, which may ask again.
+        // First, because the woken dispatcher may ask for the next one.
         self.waits.store(false, Release);
         self.device.pairs[self.queue].ring();
     }

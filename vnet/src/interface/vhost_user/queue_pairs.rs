@@ -538,10 +538,10 @@ impl Health {
 }
 
 impl Pair {
-    /// True while the dispatcher must not touch the pair: whoever changes it or reads its pages may hold the lock, and wakes the
-    /// dispatcher afterwards.
+    /// True while the control thread changes the pair or the interface's own thread reads its pages. They may hold the lock, so the
+    /// dispatcher skips the pair; they ring it afterwards.
     #[inline]
-    pub(super) fn is_left_alone(&self) -> bool {
+    pub(super) fn is_skipped(&self) -> bool {
         self.changing.load(Ordering::Relaxed) || self.is_read()
     }
 

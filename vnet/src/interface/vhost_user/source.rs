@@ -31,7 +31,7 @@ pub(super) struct GuestSource {
     /// The announcement in the last fill, see [`Device::announce`].
     announcement: Option<Box<[u8; RARP_LEN]>>,
     faults: FaultWatch,
-    /// Wakes the dispatcher while kicks are not watched.
+    /// Polls the queue while kicks are not watched.
     look: Arc<Look>,
 }
 
@@ -83,7 +83,7 @@ impl Source for GuestSource {
     // SAFETY: segments point into guest memory that the batch's owner keeps mapped; their chains go back only in `give_back`.
     unsafe fn fill(&mut self, batch: &mut Batch, drops: &mut DropSink, _now_ms: u64) -> Taken {
         let nothing = Taken { drained: true, ..Taken::default() };
-        if self.pair().is_left_alone() {
+        if self.pair().is_skipped() {
             return nothing;
         }
         let mut locked = self.pair().transmit.lock_arc();
@@ -158,7 +158,7 @@ impl Source for GuestSource {
 
     fn rest(&mut self) -> bool {
         let pair = self.pair();
-        if pair.is_left_alone() {
+        if pair.is_skipped() {
             return true;
         }
         let mut transmit = pair.transmit.lock();
@@ -170,7 +170,7 @@ impl Source for GuestSource {
     }
 
     fn resume(&mut self) {
-        if !self.pair().is_left_alone() {
+        if !self.pair().is_skipped() {
             let kicks = self.pair().transmit.lock().vring.disarm();
             self.device.stats.kicks.add(kicks);
         }

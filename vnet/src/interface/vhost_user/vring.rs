@@ -100,7 +100,7 @@ pub(super) struct Vring {
     waker: Option<Waker>,
     /// True if the dispatcher may be asleep, waiting for a kick.
     armed: bool,
-    /// True while the dispatcher does not watch kicks, because eventfds of the interface are slow; see `looks.rs`.
+    /// True while the kick is not in the dispatcher's epoll set, because the interface's eventfds are slow; see `looks.rs`.
     ignores_kicks: bool,
     /// Number of kicks counted since the ring was started.
     kicks: u64,
@@ -421,7 +421,7 @@ impl Vring {
         }
     }
 
-    /// If kicks are slow, no longer watches them, and returns whether the dispatcher may sleep until a [`Look`] wakes it.
+    /// If kicks are slow, stops watching them, and returns whether the dispatcher may sleep until a [`Look`] wakes it: no chain waits.
     ///
     /// [`Look`]: super::looks::Look
     #[cold]
@@ -435,7 +435,7 @@ impl Vring {
         {
             waker.forget(kick);
         }
-        // A broken ring is taken from, to find it broken.
+        // Also awake if the ring is broken: the next fill reports that.
         Some(self.running().is_none_or(|running| matches!(running.ring.ensure(1), Ok(0))))
     }
 

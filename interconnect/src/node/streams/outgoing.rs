@@ -1,4 +1,4 @@
-//! Connections to peers that pull (`streams.rs`).
+//! The sending end of a stream: connects, authenticates, and sends packets without blocking.
 
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -8,43 +8,45 @@ use std::time::Duration;
 use rustix::net::sockopt as socket_options;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, connect, socket_with};
 
-use super::connection::{Ended, HALF, MAGIC, Segments, end_when_silent, is_passing};
-use super::local::Local;
-use super::socket::send_parts;
+use super::connection::{Closed, HALF, MAGIC, Segments, set_timeouts, would_block};
+use crate::node::local::Local;
+use crate::node::socket::send_parts;
 use crate::proto::{Departure, Engine, Span};
 
-/// Number of segments that are judged together.
-const JUDGED: u32 = 20_000;
+/// Number of segments over which the loss rate is measured.
+const LOSS_SAMPLE: u32 = 20_000;
 
-/// A connection to a peer that pulls.
+/// A connection to a peer that pulls bytes from this node.
 pub(super) struct Outgoing {
     pub(super) address: SocketAddr,
     pub(super) socket: TcpStream,
-    /// What has been read of the proof.
-    pub(super) proof: Vec<u8>,
-    /// What the peer has to show.
+    /// What has arrived of the peer's answer.
+    pub(super) answer: Vec<u8>,
+    /// The answer that authenticates the peer: second half of the secret.
     pub(super) expected: [u8; HALF],
-    /// The peer has shown the proof.
+    /// The peer is authenticated.
     pub(super) is_open: bool,
+    /// Counted in `StreamCounters::opened`.
     pub(super) was_counted: bool,
-    /// Time by which it has to.
+    /// Deadline of the handshake.
     pub(super) until: u64,
-    /// What the socket has not taken yet: the preface, or the rest of a packet.
-    pub(super) rest: Vec<u8>,
+    /// The preface, or the tail of a packet that did not fit into the socket's send buffer.
+    pub(super) unsent: Vec<u8>,
+    /// How much of `unsent` has been sent meanwhile.
     pub(super) sent: usize,
-    /// The socket may hold the end of the last packet back, because another one was to follow.
-    pub(super) is_open_ended: bool,
-    /// Where the judgement about its losses begins.
+    /// The last packet was sent with `MSG_MORE`, so the kernel may hold its last segment back.
+    pub(super) is_corked: bool,
+    /// Start of the current loss measurement.
     pub(super) segments: Segments,
 }
 
 impl Outgoing {
-    /// Begins to connect. The connection comes from the address of the node's own packets.
+    /// Starts a non-blocking connect from the node's own address, which the peer checks.
     pub(super) fn connect(
         address: SocketAddr,
         own: SocketAddr,
         secret: [u8; 16],
-        (until, silence): (u64, Duration),
+        (until, user_timeout): (u64, Duration),
     ) -> io::Result<Self> {
         let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
         let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
@@ -57,128 +59,128 @@ impl Outgoing {
             Err(error) => return Err(error.into()),
         }
         let socket = TcpStream::from(socket);
-        // The last packet of a transfer must not wait for an acknowledgement.
+        // No Nagle delay for the last segment of a transfer.
         socket.set_nodelay(true)?;
-        // BBR, which some systems prefer, halves the rate between containers. Best effort: the system may not allow another one.
+        // BBR, the default of some systems, has half of cubic's rate between containers. Best effort: the system may not allow cubic.
         let _ = socket_options::set_tcp_congestion(&socket, "cubic");
-        end_when_silent(&socket, silence)?;
+        set_timeouts(&socket, user_timeout)?;
         let (shown, expected) = secret.split_at(HALF);
         let expected = expected.try_into().expect("the secret has two halves");
         Ok(Self {
             address,
             socket,
-            proof: vec![],
+            answer: vec![],
             expected,
             is_open: false,
             was_counted: false,
             until,
-            rest: [&MAGIC, shown].concat(),
+            unsent: [&MAGIC, shown].concat(),
             sent: 0,
-            is_open_ended: false,
+            is_corked: false,
             segments: Segments::default(),
         })
     }
 
-    /// Sends what waits, and reads the proof.
-    pub(super) fn proceed(&mut self, engine: &mut Engine, local: &Local, now: u64) -> Result<(), Ended> {
-        if !self.rest.is_empty() {
-            if !self.send_rest()? {
-                return if self.is_open || now < self.until { Ok(()) } else { Err(Ended) };
+    /// Goes on with the handshake, or with a packet that was sent in part.
+    pub(super) fn advance(&mut self, engine: &mut Engine, local: &Local, now: u64) -> Result<(), Closed> {
+        if !self.unsent.is_empty() {
+            if !self.send_unsent()? {
+                return if self.is_open || now < self.until { Ok(()) } else { Err(Closed) };
             }
-            local.watch_room(self.socket.as_fd(), false).map_err(|_| Ended)?;
+            local.watch_room(self.socket.as_fd(), false).map_err(|_| Closed)?;
         }
         if !self.is_open {
             if now >= self.until {
-                return Err(Ended);
+                return Err(Closed);
             }
-            if !self.read_proof()? {
+            if !self.read_answer()? {
                 return Ok(());
             }
             self.is_open = true;
         }
-        if engine.set_outgoing_stream(self.address, Some(true)) { Ok(()) } else { Err(Ended) }
+        if engine.set_outgoing_stream(self.address, Some(true)) { Ok(()) } else { Err(Closed) }
     }
 
-    /// Reads the proof that the peer has taken the secret. Returns true once it is there.
-    pub(super) fn read_proof(&mut self) -> Result<bool, Ended> {
+    /// Reads the peer's answer. Returns true once it is complete and right.
+    fn read_answer(&mut self) -> Result<bool, Closed> {
         let mut bytes = [0; HALF];
-        let room = &mut bytes[self.proof.len()..];
+        let room = &mut bytes[self.answer.len()..];
         match self.socket.read(room) {
-            Ok(0) => return Err(Ended),
-            Ok(count) => self.proof.extend(&room[..count]),
-            Err(error) if is_passing(&error) => return Ok(false),
-            Err(_) => return Err(Ended),
+            Ok(0) => return Err(Closed),
+            Ok(count) => self.answer.extend(&room[..count]),
+            Err(error) if would_block(&error) => return Ok(false),
+            Err(_) => return Err(Closed),
         }
-        match self.proof.len() {
-            HALF if self.proof == self.expected => Ok(true),
-            HALF => Err(Ended),
+        match self.answer.len() {
+            HALF if self.answer == self.expected => Ok(true),
+            HALF => Err(Closed),
             _ => Ok(false),
         }
     }
 
-    /// Sends a packet. Returns false if the socket has not taken all of it.
-    pub(super) fn send(&mut self, packet: &Departure) -> Result<bool, Ended> {
+    /// Sends a packet. Returns false if the socket's send buffer is full; the tail is kept.
+    pub(super) fn send(&mut self, packet: &Departure) -> Result<bool, Closed> {
         let header = packet.header.as_bytes();
         let length = ((header.len() + packet.payload.len()) as u32).to_be_bytes();
         // SAFETY: both slices outlive the call, which only reads from the spans.
         let [own_length, own_header] =
             [&length[..], header].map(|part| unsafe { Span::new(part.as_ptr().cast_mut(), part.len()) });
-        // The last segment is filled up with the next packet; `flush` says that none follows.
-        self.is_open_ended = true;
+        // MSG_MORE fills the last segment with the next packet; `Streams::flush` uncorks.
+        self.is_corked = true;
         let sent = match send_parts(&self.socket, [own_length, own_header, packet.payload], libc::MSG_MORE) {
             Ok(sent) => sent,
-            Err(error) if is_passing(&error) => 0,
-            Err(_) => return Err(Ended),
+            Err(error) if would_block(&error) => 0,
+            Err(_) => return Err(Closed),
         };
-        Ok(self.keep(&length, packet, sent))
+        Ok(self.keep_unsent(&length, packet, sent))
     }
 
-    /// Keeps what is left of a packet after `sent` bytes. Returns true if nothing is.
-    pub(super) fn keep(&mut self, length: &[u8], packet: &Departure, sent: usize) -> bool {
+    /// Keeps the tail of a packet of which `sent` bytes were sent. Returns true if nothing is left.
+    fn keep_unsent(&mut self, length: &[u8], packet: &Departure, sent: usize) -> bool {
         let header = packet.header.as_bytes();
         let before = length.len() + header.len();
         if sent >= before + packet.payload.len() {
             return true;
         }
-        (self.sent, self.rest) = (sent.min(before), [length, header].concat());
+        (self.sent, self.unsent) = (sent.min(before), [length, header].concat());
         let gone = sent.saturating_sub(before);
         let left = packet.payload.part(gone as u64, (packet.payload.len() - gone) as u64);
-        left.into_iter().for_each(|left| left.read_to(&mut self.rest));
+        left.into_iter().for_each(|left| left.read_to(&mut self.unsent));
         false
     }
 
-    /// Sends what waits. Returns true if nothing waits any more.
-    pub(super) fn send_rest(&mut self) -> Result<bool, Ended> {
+    /// Sends `unsent`. Returns true once it is empty.
+    fn send_unsent(&mut self) -> Result<bool, Closed> {
         if !self.is_open && !matches!(self.socket.take_error(), Ok(None)) {
-            return Err(Ended);
+            return Err(Closed);
         }
-        match (&self.socket).write(&self.rest[self.sent..]) {
+        match (&self.socket).write(&self.unsent[self.sent..]) {
             Ok(sent) => self.sent += sent,
-            Err(error) if is_passing(&error) => return Ok(false),
-            Err(_) => return Err(Ended),
+            Err(error) if would_block(&error) => return Ok(false),
+            Err(_) => return Err(Closed),
         }
-        if self.sent < self.rest.len() {
+        if self.sent < self.unsent.len() {
             return Ok(false);
         }
-        self.rest.clear();
+        self.unsent.clear();
         self.sent = 0;
         Ok(true)
     }
 
-    /// Whether the path has lost more than a few segments of the last [`JUDGED`].
+    /// Whether the path loses too many segments, measured over [`LOSS_SAMPLE`].
     pub(super) fn is_lossy(&mut self) -> bool {
         let Some(now) = Segments::of(&self.socket) else { return false };
-        let is_lossy = now.shows_losses_since(self.segments);
-        if now.all.wrapping_sub(self.segments.all) >= JUDGED {
+        let is_lossy = now.is_lossy_since(self.segments);
+        if now.sent.wrapping_sub(self.segments.sent) >= LOSS_SAMPLE {
             self.segments = now;
         }
         is_lossy
     }
 
-    /// Whether the peer has closed the connection. It never sends anything.
-    pub(super) fn has_ended(&mut self) -> bool {
+    /// Whether the peer has closed the connection. After its answer it never sends anything.
+    pub(super) fn is_closed_by_peer(&mut self) -> bool {
         let mut byte = [0];
-        !matches!(self.socket.read(&mut byte), Err(error) if is_passing(&error))
+        !matches!(self.socket.read(&mut byte), Err(error) if would_block(&error))
     }
 }
 
@@ -190,9 +192,9 @@ mod tests {
     use super::*;
     use crate::seal::Sealing;
 
-    /// Who has the port of a peer, but not its secret, gets no bytes.
+    /// Another program at the peer's port gets no bytes.
     #[test]
-    fn a_stream_opens_only_when_the_peer_has_shown_the_proof() {
+    fn a_stream_opens_only_after_the_peers_answer() {
         let wire = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
         let own = wire.local_addr().unwrap();
         let mut seal = Sealing::new(own, true, [1; 32]);
@@ -212,22 +214,22 @@ mod tests {
             (stream, listener.accept().unwrap().0)
         };
         let (mut stream, mut peer) = connected();
-        assert!(stream.proceed(&mut engine, &local, 1).is_ok());
+        assert!(stream.advance(&mut engine, &local, 1).is_ok());
         let mut preface = [0; PREFACE];
         peer.read_exact(&mut preface).unwrap();
         assert_eq!(preface, [&MAGIC, &secret[..HALF]].concat()[..]);
-        assert!(stream.proceed(&mut engine, &local, 999).is_ok() && !stream.is_open, "it waits");
-        assert!(stream.proceed(&mut engine, &local, 1_000).is_err(), "not for ever");
-        for (answer, is_proof) in [(&secret[..HALF], false), (&secret[HALF..], true)] {
+        assert!(stream.advance(&mut engine, &local, 999).is_ok() && !stream.is_open, "it waits");
+        assert!(stream.advance(&mut engine, &local, 1_000).is_err(), "not for ever");
+        for (answer, is_right) in [(&secret[..HALF], false), (&secret[HALF..], true)] {
             let (mut stream, mut peer) = connected();
-            assert!(stream.proceed(&mut engine, &local, 1).is_ok());
+            assert!(stream.advance(&mut engine, &local, 1).is_ok());
             peer.write_all(answer).unwrap();
             let begin = std::time::Instant::now();
             // The engine knows no such channel, so the stream ends as soon as it has opened.
-            while stream.proceed(&mut engine, &local, 1).is_ok() {
+            while stream.advance(&mut engine, &local, 1).is_ok() {
                 assert!(begin.elapsed() < Duration::from_secs(60));
             }
-            assert_eq!(stream.is_open, is_proof);
+            assert_eq!(stream.is_open, is_right);
         }
     }
 }

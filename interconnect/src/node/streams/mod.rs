@@ -1,24 +1,35 @@
-//! Streams of the process engine: TCP connections for the bytes of large transfers ([`crate::proto`] says when).
+//! Streams of the process engine: TCP connections that carry the bytes of large transfers (`proto/engine/streams.rs` says when).
 //!
 //! ```text
 //!   puller                                            sender
 //!     |--- INVITE (secret), over UDP -------------------->|
-//!     |<-- connects to the port of the UDP socket --------|
-//!     |<-- PREFACE: magic, first half of the secret ------|
+//!     |<-- connect to the TCP port of the UDP port -------|
+//!     |<-- magic, first half of the secret ---------------|
 //!     |--- second half of the secret -------------------->|
 //!     |<-- records: length (4 bytes), DATA packet --------|
 //! ```
 //!
-//! A node listens at the TCP port with the number of its UDP port. A connection belongs to the channel half of whose secret it shows, and
-//! must come from that peer's address. The other half shows the sender that it has reached the peer: no bytes go to whoever else has the
-//! port. A connection carries bytes in one direction; each side has its own. Where it cannot be made, the network carries all.
+//! A node listens at the TCP port with the number of its UDP port. The halves of the secret authenticate both ends: the accepting side finds
+//! the channel by the first half, and checks the peer's address; the second half shows the sender that it has not reached another program.
+//! A connection carries bytes in one direction; each side opens its own. Without a connection all packets take UDP.
 //!
-//! TCP slows down when packets get lost, the engine's own protocol does not. So a connection whose path loses segments is ended. The
-//! kernel ends one whose path is silent for 3 s. After a stream has ended, none is made to this peer for a minute.
+//! TCP slows down for each lost packet, the engine's own protocol does not. So a stream on a lossy path is closed ([`connection`]), and one
+//! whose path is dead times out. After a stream has closed, none is opened to this peer for a minute.
 //!
-//! Bytes of a stream are not sealed. So there is none to a peer behind a sealed link.
+//! Streams are not sealed, so there is none to a peer behind a sealed link.
 //!
-//! Sockets never block. What a full socket does not take of a packet is copied, and the channel's other pulled bytes wait until it is sent.
+//! Sockets never block. When a send buffer is full, the tail of the packet is copied, and the channel's other pulled bytes wait until
+//! it is sent.
+//!
+//! - `outgoing.rs`: the sending end;
+//! - `records.rs`: framing of packets in the byte stream;
+//! - `connection.rs`: handshake constants, timeouts, loss statistics.
+
+mod connection;
+mod outgoing;
+mod records;
+#[cfg(test)]
+mod tests;
 
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
@@ -27,30 +38,29 @@ use std::time::Duration;
 
 use rustix::net::{Shutdown, connect_unspec, shutdown};
 
-use super::connection::{Ended, HALF, MAGIC, PREFACE, end_when_silent, is_passing, silence};
-use super::local::Local;
-use super::outgoing::Outgoing;
+use crate::node::local::Local;
 use crate::proto::{Departure, Engine};
-use crate::records::{Records, TooLong};
 use crate::seal::Sealing;
+use connection::{Closed, HALF, MAGIC, PREFACE, set_timeouts, user_timeout, would_block};
+use outgoing::Outgoing;
+pub use records::Records;
+use records::TooLong;
 
-/// How long a connection may take until the proof.
-const CONNECT_NS: u64 = 2_000_000_000;
-/// Pause after the process could not accept a connection, for want of descriptors.
+/// Deadline of the handshake at the connecting side.
+const HANDSHAKE_TIMEOUT_NS: u64 = 2_000_000_000;
+/// Pause after accept(2) has failed, for example for want of descriptors.
 const ACCEPT_PAUSE_NS: u64 = 100_000_000;
 /// Maximum number of connections in each direction.
 const STREAMS_MAX: usize = 256;
-/// Maximum number of connections that have not shown a secret, and how long they may take.
-const STRANGERS_MAX: usize = 64;
-const STRANGER_NS: u64 = 2_000_000_000;
-/// Number of connections that are accepted at a time.
+/// Maximum number of accepted connections that are not authenticated yet, and their deadline.
+const UNVERIFIED_MAX: usize = 64;
+const VERIFY_TIMEOUT_NS: u64 = 2_000_000_000;
+/// Maximum number of connections accepted in one call.
 const ACCEPTS_MAX: usize = 16;
-/// Interval at which connections are looked at while nothing is expected from them.
-const LOOK_EVERY_NS: u64 = 1_000_000;
-/// Interval at which connections are checked for losses.
+/// Interval at which idle connections are checked and new ones accepted.
+const TEND_EVERY_NS: u64 = 1_000_000;
+/// Interval at which the loss rate is checked.
 const CHECK_EVERY_NS: u64 = 100_000_000;
-/// Number of buffers that are read from a connection before the engine answers.
-const READS_MAX: usize = 1;
 
 /// Counters of the streams that carry large transfers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -59,11 +69,11 @@ pub struct StreamCounters {
     pub streams: u64,
     /// Streams opened since the start of the node.
     pub opened: u64,
-    /// Streams that ended.
+    /// Streams that were closed, by either side.
     pub ended: u64,
-    /// Streams of them that this node ended because their path lost segments.
+    /// Streams that this node closed because their path was lossy.
     pub lossy: u64,
-    /// Connections that were refused: they showed no valid secret, or there were too many.
+    /// Accepted connections that were closed: not authenticated in time, or too many.
     pub refused: u64,
     /// Packets sent through streams.
     pub packets_out: u64,
@@ -71,15 +81,15 @@ pub struct StreamCounters {
     pub packets_in: u64,
 }
 
-/// A connection from a peer that sends what was pulled.
+/// The receiving end of a stream.
 struct Incoming {
     address: SocketAddr,
     socket: TcpStream,
     records: Records,
 }
 
-/// A connection that has not shown its secret.
-struct Stranger {
+/// An accepted connection whose peer is not authenticated yet.
+struct Unverified {
     socket: TcpStream,
     from: IpAddr,
     preface: [u8; PREFACE],
@@ -100,18 +110,18 @@ pub(super) struct Streams {
     own: SocketAddr,
     outgoing: Vec<Outgoing>,
     incoming: Vec<Incoming>,
-    strangers: Vec<Stranger>,
-    look_at: u64,
+    unverified: Vec<Unverified>,
+    tend_at: u64,
     check_at: u64,
-    /// No connection is accepted before.
+    /// Earliest time of the next accept(2).
     accept_at: u64,
-    /// How long a connection's path may be silent.
-    silence: Duration,
+    /// TCP user timeout of all streams.
+    user_timeout: Duration,
     counters: StreamCounters,
 }
 
 impl Streams {
-    /// Streams of the node at `own`, whose peers connect to `listener`. `None`: there are none.
+    /// Streams of the node at `own`. `None`: streams are off.
     pub(super) fn new(
         own: SocketAddr,
         listener: Option<TcpListener>,
@@ -124,11 +134,11 @@ impl Streams {
             own,
             outgoing: vec![],
             incoming: vec![],
-            strangers: vec![],
-            look_at: 0,
+            unverified: vec![],
+            tend_at: 0,
             check_at: 0,
             accept_at: 0,
-            silence: silence(dead_after_ns),
+            user_timeout: user_timeout(dead_after_ns),
             counters: StreamCounters::default(),
         }
     }
@@ -143,7 +153,7 @@ impl Streams {
         StreamCounters { streams: streams as u64, ..self.counters }
     }
 
-    /// Sends a packet to the peer that has a stream. If there is none any more, the packet is lost, and the engine sends it again.
+    /// Sends a packet through the stream to its peer. If the stream has closed, the engine cuts the packet again for UDP.
     pub(super) fn send(&mut self, engine: &mut Engine, local: &Local, seal: &Sealing, packet: &Departure) {
         let place = self.outgoing.iter().position(|own| own.is_open && own.address == packet.to);
         let Some(place) = place else {
@@ -162,20 +172,20 @@ impl Streams {
                     self.end_outgoing(engine, local, place, false);
                 }
             }
-            Err(Ended) => self.end_outgoing(engine, local, place, false),
+            Err(Closed) => self.end_outgoing(engine, local, place, false),
         }
     }
 
-    /// No packet follows for now.
+    /// Uncorks: no packet follows for now.
     pub(super) fn flush(&mut self) {
-        for own in self.outgoing.iter_mut().filter(|own| own.is_open_ended) {
-            own.is_open_ended = false;
-            // It is set already; setting it sends what the socket holds back. An error shows with the next packet.
+        for own in self.outgoing.iter_mut().filter(|own| own.is_corked) {
+            own.is_corked = false;
+            // Setting TCP_NODELAY again pushes pending data (tcp(7)). An error shows with the next packet.
             let _ = own.socket.set_nodelay(true);
         }
     }
 
-    /// Breaks all connections, as a network can.
+    /// Shuts all connections down, as a network failure would.
     #[cfg(test)]
     pub(super) fn cut(&self) {
         let sockets =
@@ -183,11 +193,11 @@ impl Streams {
         sockets.for_each(|socket| drop(socket.shutdown(std::net::Shutdown::Both)));
     }
 
-    /// Connects to peers that invite, sends what waits, and receives what is expected. Returns whether packets arrived.
+    /// Makes progress on all streams. Returns whether packets arrived.
     pub(super) fn progress(&mut self, engine: &mut Engine, local: &Local, seal: &Sealing, now: u64) -> bool {
-        let is_look = now >= self.look_at;
-        if is_look {
-            self.look_at = now + LOOK_EVERY_NS;
+        let is_tending = now >= self.tend_at;
+        if is_tending {
+            self.tend_at = now + TEND_EVERY_NS;
             self.tend(engine, local, seal, now);
         }
         while let Some((address, secret)) = engine.next_stream_invite() {
@@ -195,10 +205,10 @@ impl Streams {
         }
         for place in (0..self.outgoing.len()).rev() {
             let own = &mut self.outgoing[place];
-            if own.is_open && own.rest.is_empty() {
+            if own.is_open && own.unsent.is_empty() {
                 continue;
             }
-            if let Err(Ended) = own.proceed(engine, local, now) {
+            if let Err(Closed) = own.advance(engine, local, now) {
                 self.end_outgoing(engine, local, place, false);
             } else if !own.was_counted && own.is_open {
                 (own.was_counted, self.counters.opened) = (true, self.counters.opened + 1);
@@ -206,7 +216,7 @@ impl Streams {
         }
         let mut arrived = false;
         for place in (0..self.incoming.len()).rev() {
-            if !is_look && !engine.is_pulling(self.incoming[place].address) {
+            if !is_tending && !engine.is_pulling(self.incoming[place].address) {
                 continue;
             }
             match self.incoming[place].receive(engine, now) {
@@ -214,13 +224,13 @@ impl Streams {
                     arrived |= count > 0;
                     self.counters.packets_in += count;
                 }
-                Err(Ended) => self.end_incoming(engine, local, place),
+                Err(Closed) => self.end_incoming(engine, local, place),
             }
         }
         arrived
     }
 
-    /// Accepts connections, and ends those whose channel is closed or that are to be sealed.
+    /// Accepts connections. Closes streams that are closed by the peer, lossy, without a channel, or to a peer that needs sealing.
     fn tend(&mut self, engine: &mut Engine, local: &Local, seal: &Sealing, now: u64) {
         let is_check = now >= self.check_at;
         if is_check {
@@ -231,7 +241,7 @@ impl Streams {
             if !seal.is_clear(own.address) {
                 self.end_outgoing(engine, local, place, true);
             } else if own.is_open
-                && (!engine.streams(own.address).1 || engine.is_local(own.address) || own.has_ended())
+                && (!engine.streams(own.address).1 || engine.is_local(own.address) || own.is_closed_by_peer())
             {
                 self.end_outgoing(engine, local, place, false);
             } else if is_check && own.is_lossy() {
@@ -246,18 +256,19 @@ impl Streams {
             }
         }
         self.accept(engine, local, now);
-        for place in (0..self.strangers.len()).rev() {
-            self.hear_stranger(engine, local, seal, now, place);
+        for place in (0..self.unverified.len()).rev() {
+            self.verify(engine, local, seal, now, place);
         }
     }
 
-    /// Connects to a peer that invites.
+    /// Takes up a peer's invitation.
     fn connect(&mut self, local: &Local, seal: &Sealing, now: u64, address: SocketAddr, secret: [u8; 16]) {
         let is_known = self.outgoing.iter().any(|stream| stream.address == address);
         if is_known || self.outgoing.len() >= STREAMS_MAX || !seal.is_clear(address) {
             return;
         }
-        let Ok(stream) = Outgoing::connect(address, self.own, secret, (now + CONNECT_NS, self.silence))
+        let Ok(stream) =
+            Outgoing::connect(address, self.own, secret, (now + HANDSHAKE_TIMEOUT_NS, self.user_timeout))
         else {
             return;
         };
@@ -273,22 +284,22 @@ impl Streams {
             return;
         }
         if std::mem::take(&mut self.accept_at) > 0 {
-            // An error shows with the next connection.
+            // Best effort: `tend` accepts at intervals anyway.
             let _ = local.watch(listener.as_fd());
         }
         for _ in 0..ACCEPTS_MAX {
             let (socket, from) = match listener.accept() {
                 Ok(accepted) => accepted,
-                Err(error) if is_passing(&error) => return,
+                Err(error) if would_block(&error) => return,
                 Err(_) => {
-                    // The listener stays readable: nobody is to wake for it again and again.
+                    // The listener stays readable, and would wake sleeping threads again and again.
                     local.unwatch(listener.as_fd());
                     self.accept_at = now + ACCEPT_PAUSE_NS;
                     return;
                 }
             };
             let ip = from.ip().to_canonical();
-            let is_usable = self.strangers.len() < STRANGERS_MAX
+            let is_usable = self.unverified.len() < UNVERIFIED_MAX
                 && self.incoming.len() < STREAMS_MAX
                 && engine.has_invited(ip)
                 && socket.set_nonblocking(true).is_ok()
@@ -297,27 +308,27 @@ impl Streams {
                 self.counters.refused += 1;
                 continue;
             }
-            let until = now + STRANGER_NS;
-            self.strangers.push(Stranger { socket, from: ip, preface: [0; PREFACE], filled: 0, until });
+            let until = now + VERIFY_TIMEOUT_NS;
+            self.unverified.push(Unverified { socket, from: ip, preface: [0; PREFACE], filled: 0, until });
         }
     }
 
-    /// Reads the preface of a connection. If it shows the secret of the peer that it comes from, the peer has a stream.
-    fn hear_stranger(&mut self, engine: &mut Engine, local: &Local, seal: &Sealing, now: u64, place: usize) {
-        let own = &mut self.strangers[place];
+    /// Reads a new connection's preface. Answers and opens the stream if it has an invited peer's secret and address.
+    fn verify(&mut self, engine: &mut Engine, local: &Local, seal: &Sealing, now: u64, place: usize) {
+        let own = &mut self.unverified[place];
         let heard = match own.socket.read(&mut own.preface[own.filled..]) {
-            Ok(0) => Err(Ended),
+            Ok(0) => Err(Closed),
             Ok(count) => {
                 own.filled += count;
                 Ok(own.filled == PREFACE)
             }
-            Err(error) if is_passing(&error) && now < own.until => Ok(false),
-            Err(_) => Err(Ended),
+            Err(error) if would_block(&error) && now < own.until => Ok(false),
+            Err(_) => Err(Closed),
         };
         if matches!(heard, Ok(false)) {
             return;
         }
-        let Stranger { mut socket, from, preface, .. } = self.strangers.swap_remove(place);
+        let Unverified { mut socket, from, preface, .. } = self.unverified.swap_remove(place);
         let (magic, shown) = preface.split_at(MAGIC.len());
         let shown: Option<&[u8; HALF]> = shown.first_chunk().filter(|_| heard.is_ok() && magic == MAGIC);
         let invited = shown.and_then(|shown| engine.invited_to_stream(shown));
@@ -325,15 +336,15 @@ impl Streams {
             invited.0.ip().to_canonical() == from && seal.is_clear(invited.0)
         };
         let proven = invited.filter(is_peer).filter(|(_, proof)| {
-            // A new connection has room for it.
-            end_when_silent(&socket, self.silence).is_ok()
+            // The send buffer of a new connection has room for it.
+            set_timeouts(&socket, self.user_timeout).is_ok()
                 && socket.write(proof).is_ok_and(|sent| sent == HALF)
         });
         let Some((address, _)) = proven else {
             self.counters.refused += 1;
             return local.unwatch(socket.as_fd());
         };
-        // The peer has ended the one before.
+        // The peer has closed its previous stream.
         if let Some(before) = self.incoming.iter().position(|own| own.address == address) {
             self.end_incoming(engine, local, before);
         }
@@ -345,11 +356,11 @@ impl Streams {
         }
     }
 
-    /// Ends a stream. `at_once`: the kernel throws away what it has not sent.
+    /// Closes a stream. `at_once`: resets it, so that the kernel discards unsent bytes.
     fn end_outgoing(&mut self, engine: &mut Engine, local: &Local, place: usize, at_once: bool) {
         let Outgoing { address, socket, is_open, was_counted, .. } = self.outgoing.swap_remove(place);
         local.unwatch(socket.as_fd());
-        // Closing would not do while a child process holds a copy. An error means that the connection has ended already.
+        // A forked child may hold a copy of the descriptor, so closing it is not enough. Fails only if the connection is closed already.
         let _ = if at_once { connect_unspec(&socket) } else { shutdown(&socket, Shutdown::Both) };
         if is_open {
             engine.avoid_streams(address);
@@ -368,28 +379,22 @@ impl Streams {
 }
 
 impl Incoming {
-    /// Gives the engine the packets that have arrived. Returns their number.
-    fn receive(&mut self, engine: &mut Engine, now: u64) -> Result<u64, Ended> {
+    /// Reads once and gives the engine the complete packets. Returns their number. One read of 256 KiB at most: more would delay
+    /// acknowledgements.
+    fn receive(&mut self, engine: &mut Engine, now: u64) -> Result<u64, Closed> {
+        let count = match self.socket.read(self.records.room()) {
+            Ok(0) => return Err(Closed),
+            Ok(count) => count,
+            Err(error) if would_block(&error) => return Ok(0),
+            Err(_) => return Err(Closed),
+        };
+        self.records.add(count);
         let mut packets = 0;
-        for _ in 0..READS_MAX {
-            let room = self.records.room();
-            let most = room.len();
-            let count = match self.socket.read(room) {
-                Ok(0) => return Err(Ended),
-                Ok(count) => count,
-                Err(error) if is_passing(&error) => return Ok(packets),
-                Err(_) => return Err(Ended),
-            };
-            self.records.add(count);
-            while let Some(packet) = self.records.next_packet().map_err(|TooLong| Ended)? {
-                if !engine.receive_stream(now, self.address, packet) {
-                    return Err(Ended);
-                }
-                packets += 1;
+        while let Some(packet) = self.records.next_packet().map_err(|TooLong| Closed)? {
+            if !engine.receive_stream(now, self.address, packet) {
+                return Err(Closed);
             }
-            if count < most {
-                break;
-            }
+            packets += 1;
         }
         Ok(packets)
     }

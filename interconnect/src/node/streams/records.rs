@@ -1,23 +1,23 @@
-//! Packets in a stream of bytes: each is a record of its length (4 bytes, most significant first) and its bytes.
+//! Framing of packets in a byte stream: a length (4 bytes, network byte order), then the packet.
 //!
-//! The sender may be hostile. A length is at most that of the largest packet, so a record always fits into the buffer.
+//! The sender may be hostile. Longer records than the largest packet are refused, so a record always fits into the buffer.
 
 use crate::proto::LOCAL_PACKET_MAX;
 
-/// Bytes of a record before its packet.
-pub(crate) const LENGTH: usize = 4;
-/// A few packets: fits into a processor's second cache.
+/// Size of the length field.
+const LENGTH: usize = 4;
+/// Four packets of the largest size: fits into an L2 cache.
 const BUFFER: usize = 4 * (LENGTH + LOCAL_PACKET_MAX);
 
-/// The peer has written a length that no packet has.
+/// A record is longer than any packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("a record is longer than any packet")]
 pub struct TooLong;
 
-/// Finds the packets in what a connection receives.
+/// Reassembles packets from received bytes.
 pub struct Records {
     buffer: Box<[u8]>,
-    /// The bytes from `taken` to `filled` were received, and belong to no packet that `next_packet` has returned.
+    /// Received bytes that `next_packet` has not returned yet are those from `taken` to `filled`.
     taken: usize,
     filled: usize,
 }
@@ -29,8 +29,8 @@ impl Default for Records {
 }
 
 impl Records {
-    /// Where the next bytes go; call it after `next_packet` has returned `None`. It ends with a record if all have the length of the first: the
-    /// packets of a transfer do, and then no part of one has to be moved.
+    /// Free space for received bytes; call it after `next_packet` has returned `None`. Its end is that of a record if all have the length
+    /// of the first, as most packets of a transfer do: then no partial record has to be moved.
     pub fn room(&mut self) -> &mut [u8] {
         self.buffer.copy_within(self.taken..self.filled, 0);
         (self.filled, self.taken) = (self.filled - self.taken, 0);
@@ -38,7 +38,7 @@ impl Records {
         &mut self.buffer[self.filled..BUFFER / record * record]
     }
 
-    /// So many bytes were received into the room.
+    /// `count` bytes were received into the free space.
     ///
     /// # Panics
     /// When they are more than there was room for.
@@ -47,10 +47,10 @@ impl Records {
         self.filled += count;
     }
 
-    /// Returns the next packet, if it is complete.
+    /// Returns the next complete packet.
     ///
     /// # Errors
-    /// The connection is of no use any more.
+    /// The length is impossible; close the connection.
     pub fn next_packet(&mut self) -> Result<Option<&[u8]>, TooLong> {
         let Some(length) = self.length() else { return Ok(None) };
         if length > LOCAL_PACKET_MAX {
@@ -64,7 +64,7 @@ impl Records {
         Ok(Some(&self.buffer[begin..end]))
     }
 
-    /// Length of the next packet, as its record says.
+    /// Length field of the next record.
     fn length(&self) -> Option<usize> {
         let length = self.buffer[self.taken..self.filled].first_chunk()?;
         Some(u32::from_be_bytes(*length) as usize)

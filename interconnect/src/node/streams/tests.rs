@@ -1,10 +1,10 @@
-//! Large transfers through TCP connections.
+//! Streams between two nodes of one process.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
 
-use super::tests::{BOTH, LEN, Two, wait};
-use super::*;
+use crate::node::tests::{BOTH, LEN, Two, wait};
+use crate::node::*;
 use crate::proto::{Kind, Peer, Status};
 use crate::{Node, Region};
 
@@ -77,7 +77,7 @@ fn transfers_outlive_their_streams() {
     assert!(counters(&two).iter().any(|own| own.ended > 0), "{:?}", counters(&two));
 }
 
-/// Nothing wakes threads that sleep while streams are idle.
+/// Idle streams wake no sleeping thread.
 #[test]
 fn idle_streams_wake_nobody() {
     let two = two();
@@ -99,7 +99,7 @@ fn idle_streams_wake_nobody() {
 }
 
 #[test]
-fn strangers_get_no_stream() {
+fn connections_without_the_secret_are_refused() {
     let two = two();
     let address = two.peers[1].address;
     let wrong = [&b"vnet-rdma-bytes1"[..], &[7; 16]].concat();
