@@ -116,10 +116,10 @@ def test_a_thousand_rules_are_one_plan(topology: Topology, paths: list[tuple[Nod
 
 
 def configured(host: Node) -> list[list[dict]]:
-    """A host's lists without values that change by themselves: rates, counters and times."""
+    """A host's lists without what changes by itself: rates, counters, times, notes about recent frames."""
     moving = {"driven_by", "rate", "switches", "notifications_per_1000_frames", "heard_s", "early", "early_discarded"}
     moving |= {"early_at_arrival", "early_mispredicted", "early_premature", "coalesced_injected", "coalesced_withheld"}
-    moving |= {"rtt_us", "loss_permille", "traffic"}
+    moving |= {"rtt_us", "loss_permille", "traffic", "notes"}
     lists = (daemon.ask(host, what, "list") for what in ("interface", "link", "route"))
     return [[{key: value for key, value in item.items() if key not in moving} for item in items] for items in lists]
 
