@@ -27,7 +27,7 @@ pub(super) struct Mistakes {
 }
 
 /// See `dispatch/share.rs`.
-const SCATTERED: &str = "the guest's frames have more descriptors than a driver needs, so they wait";
+const EXCESS: &str = "the guest's frames have more descriptors or segments than a driver needs, so they wait";
 
 impl Mistakes {
     /// Collects the IP addresses, and the recent oversize drops, of all interfaces; their senders are guests of this or another host.
@@ -50,7 +50,7 @@ impl Mistakes {
         let mut notes = live.interface.notes();
         notes.extend(self.of_guest(spec, live.port, live.stats.last_bad_source.lately()));
         notes.extend(self.of_addresses(spec));
-        notes.extend(live.drive.gauge.is_scattered().then(|| SCATTERED.to_owned()));
+        notes.extend(live.drive.gauge.has_excess().then(|| EXCESS.to_owned()));
         notes
     }
 

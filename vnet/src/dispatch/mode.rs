@@ -105,8 +105,8 @@ impl Gauge {
     }
 
     /// True while the guest's frames wait, because they have more descriptors than a driver needs (`share.rs`).
-    pub fn is_scattered(&self) -> bool {
-        self.limits.is_scattered()
+    pub fn has_excess(&self) -> bool {
+        self.limits.has_excess()
     }
 
     /// Frames per second from and to the guest over the last windows, summed over all queues.

@@ -7,11 +7,11 @@
 //!
 //! Rate limits are token buckets that all queues of an interface share. Frames above the rate wait in the guest's ring: the guest
 //! sees a slow network, and nothing is dropped. So do all frames of a guest that invents source addresses faster than its learning
-//! limit: each such frame takes the slow path, through the lock of all learned addresses. A third limit is built in: descriptors beyond
-//! those that a driver needs for its frames ([`Batch::scattered`]), which take much of a dispatcher for few bytes.
+//! limit: each such frame takes the slow path, through the lock of all learned addresses. A third limit is built in: descriptors and
+//! segments beyond those that a driver needs for its frames ([`Batch::excess`]), which take much of a dispatcher for few bytes.
 //!
 //! [`Batch::cost`]: crate::frame::Batch::cost
-//! [`Batch::scattered`]: crate::frame::Batch::scattered
+//! [`Batch::excess`]: crate::frame::Batch::excess
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -24,11 +24,15 @@ pub const WEIGHT_MAX: u32 = 100;
 /// Default learning limit. A guest that bridges a thousand containers has a tenth of a second's worth of addresses; the slow path
 /// of so many frames takes some percent of a core.
 pub const LEARNING_PER_S: u32 = 10_000;
+/// Frames in a turn of a guest that invents source addresses faster than half of its limit: a full batch on the slow path doubled
+/// neighbours' p99 round trip.
+const LEARNING_BURST: u64 = 8;
 /// Depth of the buckets in nanoseconds at the limit's rate; at least one frame.
 const DEPTH_NS: u64 = 10_000_000;
-/// Maximum rate of descriptors that no driver needs, per second and interface. Without it, frames in 254 pieces made neighbours' p99 round
-/// trip five times as long; with it, they do not show (docs/lab-notes/2026-11-26-attacks.md).
-const SCATTERED_PER_S: u64 = 500_000;
+/// Maximum rate of descriptors that no driver needs, per second and interface; or of a twentieth as many segments. Without it, frames in 254
+/// pieces made neighbours' p99 round trip five times as long, and super-frames of 1 364 segments 15 times; with it, they do not show
+/// (docs/lab-notes/2026-11-26-attacks.md).
+const EXCESS_PER_S: u64 = 500_000;
 const NS_PER_S: u64 = 1_000_000_000;
 
 /// An interface's share, as configured.
@@ -103,13 +107,13 @@ pub(super) struct Limits {
     bytes: Bucket,
     frames: Bucket,
     sources: Bucket,
-    scattered: Bucket,
+    excess: Bucket,
 }
 
 impl Default for Limits {
     fn default() -> Limits {
-        let [bytes, frames, sources, scattered] = Default::default();
-        Limits { epoch: Instant::now(), bytes, frames, sources, scattered }
+        let [bytes, frames, sources, excess] = Default::default();
+        Limits { epoch: Instant::now(), bytes, frames, sources, excess }
     }
 }
 
@@ -152,8 +156,7 @@ impl Share {
         // What a source leaves is not saved for later: it had nothing more to send.
         self.credit = (self.credit + quantum).min(quantum);
         match u64::try_from(self.credit) {
-            Ok(cost) if cost > 0 && self.settings.is_limited() => Grant::Cost(self.within_limits(cost, now)),
-            Ok(cost) if cost > 0 => Grant::Cost(cost),
+            Ok(cost) if cost > 0 => Grant::Cost(self.within_limits(cost, now)),
             _ => Grant::NextTurn,
         }
     }
@@ -162,9 +165,9 @@ impl Share {
     #[inline]
     pub(super) fn charge(&mut self, batch: &Batch, now: Instant) {
         self.credit = self.credit.saturating_sub_unsigned(batch.cost());
-        let scattered = batch.scattered() as u64;
-        if scattered > 0 {
-            self.limits.scattered.take(self.limits.now_ns(now), scattered * NS_PER_S / SCATTERED_PER_S);
+        let excess = batch.excess() as u64;
+        if excess > 0 {
+            self.limits.excess.take(self.limits.now_ns(now), excess * NS_PER_S / EXCESS_PER_S);
         }
         if self.settings.is_limited() {
             self.charge_limits(batch, now);
@@ -191,7 +194,7 @@ impl Share {
             0 => 0,
             _ => limits.sources.wait_ns(now_ns, DEPTH_NS),
         };
-        wait = wait.max(limits.scattered.wait_ns(now_ns, DEPTH_NS));
+        wait = wait.max(limits.excess.wait_ns(now_ns, DEPTH_NS));
         if self.settings.is_limited() {
             let [bytes_depth, frames_depth] = self.settings.depths_ns();
             let of_both =
@@ -202,10 +205,17 @@ impl Share {
     }
 
     /// Reduces a grant to the tokens of the rate limits. A bucket is overdrawn by one frame at most.
+    #[inline]
     fn within_limits(&self, cost: u64, now: Instant) -> u64 {
         let (limits, settings) = (&*self.limits, &self.settings);
-        let (now_ns, [bytes_depth, frames_depth]) = (limits.now_ns(now), settings.depths_ns());
-        let mut within = cost;
+        let (now_ns, mut within) = (limits.now_ns(now), cost);
+        if settings.learning_limit != 0 && limits.sources.tokens_ns(now_ns, DEPTH_NS) < DEPTH_NS / 2 {
+            within = within.min(COST_MIN * LEARNING_BURST);
+        }
+        if !settings.is_limited() {
+            return within;
+        }
+        let [bytes_depth, frames_depth] = settings.depths_ns();
         if settings.rate_limit != 0 {
             // A frame costs no less than its bytes.
             let bytes = limits.bytes.tokens_ns(now_ns, bytes_depth) * u64::from(settings.rate_limit) / 8_000;
@@ -228,9 +238,9 @@ impl Share {
 }
 
 impl Limits {
-    /// True while frames wait for the limit of descriptors.
-    pub(super) fn is_scattered(&self) -> bool {
-        self.scattered.tokens_ns(self.now_ns(Instant::now()), DEPTH_NS) < DEPTH_NS / 2
+    /// True while frames wait for the limit of descriptors and segments.
+    pub(super) fn has_excess(&self) -> bool {
+        self.excess.tokens_ns(self.now_ns(Instant::now()), DEPTH_NS) < DEPTH_NS / 2
     }
 
     fn now_ns(&self, now: Instant) -> u64 {
@@ -249,9 +259,13 @@ mod tests {
 
     /// A super-frame of 64 KiB that makes 1 366 segments.
     fn expensive() -> (Vec<u8>, Offload) {
+        cut(48)
+    }
+
+    fn cut(gso_size: u16) -> (Vec<u8>, Offload) {
         let (gso_type, csum_start, csum_offset) = (GSO_TCPV4, 34, 16);
         let offload =
-            Offload { flags: F_NEEDS_CSUM, gso_type, hdr_len: 54, gso_size: 48, csum_start, csum_offset };
+            Offload { flags: F_NEEDS_CSUM, gso_type, hdr_len: 54, gso_size, csum_start, csum_offset };
         (vec![0; FRAME_MAX - 18], offload)
     }
 
@@ -315,7 +329,7 @@ mod tests {
     #[test]
     fn expensive_frames_buy_no_larger_share() {
         let now = Instant::now();
-        let mut attacker = Guest::new(weight(100), (0..200).map(|_| expensive()).collect());
+        let mut attacker = Guest::new(weight(100), (0..2_000).map(|_| cut(536)).collect());
         let mut ordinary = Guest::new(weight(100), (0..20_000).map(|_| cheap(1514)).collect());
         for _ in 0..200 {
             attacker.turn(now);
@@ -350,21 +364,30 @@ mod tests {
                 Grant::Cost(_) => {
                     let mut batch = Batch::new();
                     batch.charge_refused(254);
-                    pieces += batch.scattered() as u64;
+                    pieces += batch.excess() as u64;
                     share.charge(&batch, now);
                 }
             }
         }
         let per_s = pieces / 10;
-        assert!(
-            share.limits.scattered.tokens_ns(share.limits.now_ns(now), DEPTH_NS) < DEPTH_NS / 2,
-            "said so"
-        );
-        assert!((SCATTERED_PER_S..SCATTERED_PER_S * 102 / 100).contains(&per_s), "{per_s}");
+        assert!(share.limits.excess.tokens_ns(share.limits.now_ns(now), DEPTH_NS) < DEPTH_NS / 2, "said so");
+        assert!((EXCESS_PER_S..EXCESS_PER_S * 102 / 100).contains(&per_s), "{per_s}");
         let mut ordinary = Batch::new();
         (0..64).for_each(|_| ordinary.charge_refused(19));
         share.charge(&ordinary, now + Duration::from_secs(1));
         assert!(!matches!(share.grant(now + Duration::from_secs(1)), Grant::At(_)));
+    }
+
+    #[test]
+    fn a_guest_that_cuts_its_frames_finely_waits() {
+        let mut guest = Guest::new(weight(100), (0..1_000).map(|_| expensive()).collect());
+        run(&mut guest, 10);
+        // 25 000 segments a second beyond what a driver needs, 1 243 of each frame.
+        assert!((200..=203).contains(&guest.frames), "{}", guest.frames);
+        let mut ordinary = Guest::new(weight(100), (0..1_000).map(|_| cut(536)).collect());
+        let now = Instant::now();
+        (0..1_000).for_each(|_| _ = ordinary.turn(now));
+        assert_eq!(ordinary.frames, 1_000);
     }
 
     #[test]
@@ -412,9 +435,10 @@ mod tests {
         let start = Instant::now();
         let mut now = start;
         while now < start + Duration::from_secs(4) {
-            let before = guest.frames;
-            now = guest.turn(now).1.unwrap_or(now);
-            guest.share.charge_sources((guest.frames - before) as u64, now);
+            let (taken, wait) = guest.turn(now);
+            now = wait.unwrap_or(now);
+            guest.share.charge_sources(taken as u64, now);
+            assert!(taken <= 8 || now < start + Duration::from_millis(1), "{taken} frames in a turn");
         }
         assert!((4_000..4_100).contains(&guest.frames), "{}", guest.frames);
         // Frames from known addresses are not limited.

@@ -18,13 +18,17 @@ pub const COST_MIN: u64 = 16 << 10;
 /// Largest quantum of a source: a full batch of minimum-cost frames.
 pub const COST_MAX: u64 = BATCH_MAX as u64 * COST_MIN;
 
+/// And for segments: the payload of a TCP segment that every host accepts (RFC 9293, section 3.7.1).
+const SEGMENT_LEN: usize = 536;
+/// What a segment beyond those counts, in descriptors: both are limited together, and cutting takes more time than a piece of memory.
+const SEGMENT_PIECES: usize = 20;
+
 /// Cost of a frame: its length or its pieces, and its segments. Every frame costs at least [`COST_MIN`], so a batch is bounded in frames,
 /// too.
 #[inline]
 pub(super) fn of(len: usize, pieces: usize, offload: &Offload) -> u64 {
-    let segments = if offload.gso_size == 0 { 1 } else { len.div_ceil(usize::from(offload.gso_size)) };
     let bytes = (len as u64).max(PIECE * pieces as u64);
-    (bytes + SEGMENT * segments as u64).max(COST_MIN)
+    (bytes + SEGMENT * segments(len, offload) as u64).max(COST_MIN)
 }
 
 /// Cost of a refused chain of `pieces` descriptors.
@@ -33,10 +37,21 @@ pub(super) fn of_refused(pieces: usize) -> u64 {
     COST_MIN + PIECE * pieces as u64
 }
 
-/// Descriptors of a frame beyond those that a driver needs.
+/// Descriptors of a frame, and segments in units of descriptors, beyond those that a driver needs.
 #[inline]
-pub(super) fn scattered(len: usize, pieces: usize) -> usize {
+pub(super) fn excess(len: usize, pieces: usize, offload: &Offload) -> usize {
+    let short = segments(len, offload).saturating_sub(1 + len / SEGMENT_LEN);
+    excess_pieces(len, pieces) + SEGMENT_PIECES * short
+}
+
+/// Descriptors beyond those that a driver needs for `len` bytes.
+#[inline]
+pub(super) fn excess_pieces(len: usize, pieces: usize) -> usize {
     pieces.saturating_sub(PIECES_NEEDED + len / PIECE_LEN)
+}
+
+fn segments(len: usize, offload: &Offload) -> usize {
+    if offload.gso_size == 0 { 1 } else { len.div_ceil(usize::from(offload.gso_size)) }
 }
 
 #[cfg(test)]
@@ -44,12 +59,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_drivers_send_is_not_scattered() {
-        assert_eq!(scattered(60, 2), 0);
-        assert_eq!(scattered(65_550, 19), 0, "Linux: header, head, 17 fragments");
-        assert_eq!(scattered(65_550, 66), 0, "a super-frame in buffers of 1 KiB");
-        assert_eq!(scattered(60, 254), 234);
-        assert_eq!(scattered(0, usize::MAX), usize::MAX - 20);
+    fn what_drivers_send_is_no_excess() {
+        assert_eq!(excess_pieces(60, 2), 0);
+        assert_eq!(excess_pieces(65_550, 19), 0, "Linux: header, head, 17 fragments");
+        assert_eq!(excess_pieces(65_550, 66), 0, "a super-frame in buffers of 1 KiB");
+        assert_eq!(excess_pieces(60, 254), 234);
+        assert_eq!(excess_pieces(0, usize::MAX), usize::MAX - 20);
+        let cut = |len, gso_size| excess(len, 1, &Offload { gso_size, ..Offload::default() });
+        assert_eq!(excess(65_550, 1, &Offload::default()), 0);
+        for gso_size in [536, 1_220, 1_448, 8_948, u16::MAX] {
+            assert_eq!(cut(65_550, gso_size), 0, "{gso_size}");
+            assert_eq!(cut(100, gso_size), 0, "{gso_size}");
+        }
+        assert_eq!(cut(65_550, 48), 20 * (1_366 - 123));
+        assert_eq!(cut(100, 1), 20 * 99);
     }
 
     #[test]

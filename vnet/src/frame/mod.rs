@@ -180,8 +180,8 @@ pub struct Batch {
     /// Work that the batch makes, and its upper bound.
     cost: u64,
     budget: u64,
-    /// See [`Batch::scattered`].
-    scattered: usize,
+    /// See [`Batch::excess`].
+    excess: usize,
     /// Hold counts of the queue that the frames came from, if the queue supports holds.
     holds: Option<Arc<Holds>>,
 }
@@ -213,7 +213,7 @@ impl Batch {
             arena: Scratch::new(ARENA_LEN),
             arena_used: 0,
             cost: 0,
-            scattered: 0,
+            excess: 0,
             budget: u64::MAX,
             holds: None,
         }
@@ -271,13 +271,13 @@ impl Batch {
     /// Forgets the cost of the frames so far: they were charged in the turn in which they were read, and have waited since.
     #[inline]
     pub fn restart_cost(&mut self) {
-        (self.cost, self.scattered) = (0, 0);
+        (self.cost, self.excess) = (0, 0);
     }
 
-    /// Descriptors of all frames and refused chains beyond those that a driver needs (`cost::scattered`).
+    /// Descriptors and segments of all frames and refused chains beyond those that a driver needs (`cost::excess`).
     #[inline]
-    pub fn scattered(&self) -> usize {
-        self.scattered
+    pub fn excess(&self) -> usize {
+        self.excess
     }
 
     /// True when the cost has reached the budget.
@@ -290,13 +290,13 @@ impl Batch {
     #[inline]
     pub fn charge_refused(&mut self, pieces: usize) {
         self.cost += cost::of_refused(pieces);
-        self.scattered += cost::scattered(0, pieces);
+        self.excess += cost::excess_pieces(0, pieces);
     }
 
     /// Removes all frames; keeps the memory.
     #[inline]
     pub fn clear(&mut self) {
-        (self.cost, self.scattered) = (0, 0);
+        (self.cost, self.excess) = (0, 0);
         self.budget = u64::MAX;
         self.frames.clear();
         self.segments.clear();
@@ -522,7 +522,7 @@ impl Builder<'_> {
         let offload = offload.checked(self.len)?;
         let pieces = self.batch.segments.len() - self.first;
         self.batch.cost += cost::of(self.len, pieces, &offload);
-        self.batch.scattered += cost::scattered(self.len, pieces);
+        self.batch.excess += cost::excess(self.len, pieces, &offload);
         self.settle_head();
         let first = self.first;
         let count = self.batch.segments.len() - first;

@@ -90,10 +90,19 @@ impl std::fmt::Debug for SlowWork {
 /// Lowest scheduling priority (sched(7)): dispatchers and guests preempt this thread.
 const NICE_MAX: i32 = 19;
 
+/// Lets the calling thread run on all CPUs of the process. A thread inherits the CPUs of the one that starts it, which is a dispatcher
+/// here, and may be pinned. Best effort: otherwise it stays there, and the dispatcher preempts it.
+fn leave_dispatchers_cpu() {
+    if let Ok(all) = rustix::thread::sched_getaffinity(Some(rustix::process::getpid())) {
+        let _ = rustix::thread::sched_setaffinity(None, &all);
+    }
+}
+
 /// Body of the thread.
 fn run(shared: &Shared, allowance: &Allowance) {
     // On Linux the nice value is per thread. Best effort: without it the thread competes as an equal.
     let _ = rustix::process::setpriority_process(None, NICE_MAX);
+    leave_dispatchers_cpu();
     loop {
         let mut queue = shared.queue.lock();
         let work = loop {
@@ -135,6 +144,28 @@ mod tests {
             self.0.fetch_add(1, Ordering::Relaxed);
             let _ = self.1.send(());
         }
+    }
+
+    /// What it is started by may have one CPU only.
+    #[test]
+    fn the_thread_leaves_a_dispatchers_cpu() {
+        let cpus = || rustix::thread::sched_getaffinity(None).unwrap();
+        let all = rustix::thread::sched_getaffinity(Some(rustix::process::getpid())).unwrap();
+        let mut one = rustix::thread::CpuSet::new();
+        let first = (0..rustix::thread::CpuSet::MAX_CPU).find(|cpu| all.is_set(*cpu)).unwrap();
+        one.set(first);
+        let pinned = std::thread::spawn(move || {
+            rustix::thread::sched_setaffinity(None, &one).unwrap();
+            assert_eq!(cpus(), one);
+            std::thread::spawn(move || {
+                assert_eq!(cpus(), one, "inherited");
+                leave_dispatchers_cpu();
+                cpus()
+            })
+            .join()
+            .unwrap()
+        });
+        assert_eq!(pinned.join().unwrap(), all);
     }
 
     fn weak(work: &Arc<Counted>) -> Weak<dyn Slow> {
