@@ -1,17 +1,16 @@
 """Two vhost-user front ends that attack the vnetd that serves them.
 
-Usage: hostile_front_end.py ATTACK SENDER RECEIVER SENDER_MAC RECEIVER_MAC [PROCESSOR]
+Usage: hostile_front_end.py ATTACK SENDER RECEIVER SENDER_MAC RECEIVER_MAC
 
 SENDER and RECEIVER are sockets of two interfaces. The guest at SENDER sends frames to that at RECEIVER until SIGTERM;
 then the program prints how many vnetd has taken, for how long (s), and how much processor this process used (s). It
-writes frames and descriptors once, and sending makes chains available again, so it uses little. With PROCESSOR it is
-the control: the same kind of load on vnetd without the attack, from a process that uses as much processor, 0 to 1.
+writes frames and descriptors once, and sending makes chains available again, so it uses little.
 
-`segments`: super-frames that vnetd must cut into 1 364 segments each; control: ordinary TCP super-frames.
-`waiters`: 10^5 waiters at each eventfd that vnetd signals or reads; control: at as many that vnetd does not know.
-`unmapping`: a memory table of 512 MiB, whose pages vnetd has touched, is replaced in a loop; control: it stays.
-`truncation`: the file of frames is truncated while they are sent, and the front end reconnects; control: only that.
-`chains`: frames in 254 pieces, and receive chains of 254 descriptors of 4 GiB with a dirty log; control: ordinary ones.
+`segments`: super-frames that vnetd must cut into 1 364 segments each.
+`waiters`: 10^5 waiters at each eventfd that vnetd signals or reads.
+`unmapping`: a memory table of 512 MiB, whose pages vnetd has touched, is replaced in a loop.
+`truncation`: the file of frames is truncated while they are sent, and the front end reconnects.
+`chains`: frames in 254 pieces, and receive chains of 254 descriptors of 4 GiB with a dirty log.
 """
 
 import os
@@ -143,37 +142,28 @@ def start(sender: Guest, receiver: Guest) -> None:
     sender.connect()
 
 
-def segments(sender: Guest, receiver: Guest, ends: tuple[str, str], processor: float | None) -> None:
-    send_whole(sender, frame(*ends, 65_526, 48 if processor is None else 1448))
+def segments(sender: Guest, receiver: Guest, ends: tuple[str, str]) -> None:
+    send_whole(sender, frame(*ends, 65_526, 48))
     start(sender, receiver)
     run(None, sender, receiver)
 
 
-def waiters(sender: Guest, receiver: Guest, ends: tuple[str, str], processor: float | None) -> None:
+def waiters(sender: Guest, receiver: Guest, ends: tuple[str, str]) -> None:
     send_whole(sender, frame(*ends, 60))
-    shared = (sender.kick, receiver.kick, sender.call, receiver.call)
-    own = [os.eventfd(0, os.EFD_NONBLOCK) for _ in shared]
-    events = shared if processor is None else own
-    kept = [crowd(event) for event in events]
+    kicks = sender.kick, receiver.kick
+    kept = [crowd(event) for event in (*kicks, sender.call, receiver.call)]
     start(sender, receiver)
-    begin, used = time.monotonic(), time.process_time()
 
     def wake() -> None:
-        # The attack kicks all the time, even though vnetd takes few of its frames; the control does for as long.
-        if processor is None:
-            kicked = shared[:2]
-        elif time.process_time() - used < processor * (time.monotonic() - begin):
-            kicked = own[:2]
-        else:
-            return
-        for event in kicked:
+        # All the time, even though vnetd takes few of its frames.
+        for event in kicks:
             os.eventfd_write(event, 1)
 
     run(wake, sender, receiver, paced=8)
     del kept
 
 
-def unmapping(sender: Guest, receiver: Guest, ends: tuple[str, str], processor: float | None) -> None:
+def unmapping(sender: Guest, receiver: Guest, ends: tuple[str, str]) -> None:
     large = Region(LARGE_AT, LARGE)
     os.posix_fallocate(large.fd, 0, LARGE)
     sender.regions.append(large)
@@ -185,7 +175,7 @@ def unmapping(sender: Guest, receiver: Guest, ends: tuple[str, str], processor: 
 
     def replace() -> None:
         nonlocal touched
-        if processor is None and sender.taken >= touched + 2 * SLOTS:
+        if sender.taken >= touched + 2 * SLOTS:
             sender.share()
             touched = sender.taken
 
@@ -193,7 +183,7 @@ def unmapping(sender: Guest, receiver: Guest, ends: tuple[str, str], processor: 
     run(replace, sender, receiver)
 
 
-def truncation(sender: Guest, receiver: Guest, ends: tuple[str, str], processor: float | None) -> None:
+def truncation(sender: Guest, receiver: Guest, ends: tuple[str, str]) -> None:
     file = Region(LARGE_AT, SLOTS << 16)
     sender.regions.append(file)
     send_in_pieces(sender, frame(*ends, 60), lambda slot, piece: LARGE_AT + (slot << 16) + (piece << 12), 16)
@@ -205,37 +195,33 @@ def truncation(sender: Guest, receiver: Guest, ends: tuple[str, str], processor:
         if rounds % 4:
             return
         sender.offer(SLOTS)
-        if processor is None:
-            os.ftruncate(file.fd, 0)
-            time.sleep(PAUSE_S)
-            os.ftruncate(file.fd, file.size)
+        os.ftruncate(file.fd, 0)
+        time.sleep(PAUSE_S)
+        os.ftruncate(file.fd, file.size)
         sender.connect()
 
     start(sender, receiver)
     run(truncate, sender, receiver)
 
 
-def chains(sender: Guest, receiver: Guest, ends: tuple[str, str], processor: float | None) -> None:
+def chains(sender: Guest, receiver: Guest, ends: tuple[str, str]) -> None:
     content = frame(*ends, 60)
-    if processor is None:
-        send_in_pieces(sender, content, lambda slot, piece: FRAMES + slot * SLOT + 0x3000 + piece, PIECES)
-        receiver.features |= INDIRECT | LOG_ALL
-        receiver.regions.append(Region(LARGE_AT, 1 << 32))
-        receive_in_huge_pieces(receiver)
-    else:
-        send_whole(sender, content)
+    send_in_pieces(sender, content, lambda slot, piece: FRAMES + slot * SLOT + 0x3000 + piece, PIECES)
+    receiver.features |= INDIRECT | LOG_ALL
+    receiver.regions.append(Region(LARGE_AT, 1 << 32))
+    receive_in_huge_pieces(receiver)
     start(sender, receiver)
     run(None, sender, receiver)
 
 
 def main() -> None:
-    attack, to_sender, to_receiver, source, to, *processor = sys.argv[1:]
+    attack, to_sender, to_receiver, source, to = sys.argv[1:]
     sender = Guest(to_sender, 1, CSUM | HOST_TSO4 | INDIRECT)
     receiver = Guest(to_receiver, 0)
     receive_whole(receiver)
     attacks = (segments, waiters, unmapping, truncation, chains)
     named = {each.__name__: each for each in attacks}
-    named[attack](sender, receiver, (source, to), float(processor[0]) if processor else None)
+    named[attack](sender, receiver, (source, to))
 
 
 main()

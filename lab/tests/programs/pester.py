@@ -1,15 +1,11 @@
 """Attacks on sockets and devices until SIGTERM; then prints how often, for how long (s), with how much processor (s).
 
 Usage: pester.py ATTACK PER_S ADDRESS PORT [FROM] | pester.py macs PER_S DEVICE TO_MAC
-       pester.py serve ADDRESS PORT close|keep|BYTES
 
 `connections` connects and closes, `handshakes` begins TLS handshakes, `garbage` sends bytes that are none, `datagrams`
 sends what looks like keepalives of sealed links; their source address may be FROM. `learned` requests all learned
 addresses, `console` sends HTTP to the console, `idle` opens connections and keeps the last 500 of them. `macs` sends
 frames from invented addresses. Each is as fast as it can, but no faster than PER_S, if that is not 0.
-
-`serve` is what attacks pester when they must not touch vnetd: it takes datagrams, and closes connections, keeps the
-last 500 of them, or answers HTTP with BYTES bytes.
 """
 
 import contextlib
@@ -146,24 +142,4 @@ def attack(name: str, per_s: float, words: list[str]) -> NoReturn:
     sys.exit()
 
 
-def serve(address: str, port: int, how: str) -> NoReturn:
-    ignored = socket.socket(type=socket.SOCK_DGRAM)
-    ignored.bind((address, port))
-    body = None if how in ("close", "keep") else bytes(int(how))
-    with socket.create_server((address, port), backlog=512) as listener:
-        print("ready", flush=True)
-        kept: deque[socket.socket] = deque(maxlen=IDLE)
-        while True:
-            connection, _ = listener.accept()
-            if how == "keep":
-                kept.append(connection)
-                continue
-            with contextlib.suppress(OSError), connection:
-                connection.settimeout(PATIENCE_S)
-                if body is not None and connection.recv(4096):
-                    connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n" + body)
-
-
-if sys.argv[1] == "serve":
-    serve(sys.argv[2], int(sys.argv[3]), sys.argv[4])
 attack(sys.argv[1], float(sys.argv[2]), sys.argv[3:])
