@@ -5,8 +5,10 @@ balance, everything arrives once and undamaged. With VNET_TEST_ATTACKS=strict, o
 alone, beside the attack, alone again, and so on. Medians must meet the bar.
 """
 
+import contextlib
 import os
 import statistics
+import subprocess
 import time
 from collections.abc import Iterator
 
@@ -30,14 +32,33 @@ LEARNED = 12_000
 """Addresses known when `GET /v1/learned` is tried: the shares of an interface and of a link are nearly full."""
 
 
+@contextlib.contextmanager
+def processors() -> Iterator[None]:
+    """Where attacks are measured, this process and what it starts have the attackers' processor."""
+    before = os.sched_getaffinity(0)
+    if STRICT:
+        assert before >= {attacks.BYSTANDERS, attacks.OTHERS}, f"processors {before}: two are needed"
+        os.sched_setaffinity(0, {attacks.OTHERS})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 @pytest.fixture(scope="module")
 def topology(make_lab: MakeLab) -> Iterator[Topology]:
     """Two hosts with sealed links; the first also has two interfaces for front ends, and ports for clients."""
-    before = os.sched_getaffinity(0)
-    if STRICT:
-        # What is started from here has these processors, too.
-        os.sched_setaffinity(0, {attacks.OTHERS})
-    topology = make_lab(vms=0, containers=3, sealed=True)
+    with processors():
+        topology = make_lab(vms=0, containers=3, sealed=True)
+        running = prepare(topology)
+        yield topology
+        for program in running:
+            program.kill()
+            program.wait()
+
+
+def prepare(topology: Topology) -> list[subprocess.Popen]:
+    """Starts both vnetds with their settings, fills tables, and starts the bystanders' servers."""
     if STRICT:
         far = topology.find("h2")
         far.file(".toml").write_text(far.file(".toml").read_text() + PINNED)
@@ -59,12 +80,7 @@ def topology(make_lab: MakeLab) -> Iterator[Topology]:
     for name in ("h1c2", "h2c1"):
         wait_for_path(topology.find("h1c1"), topology.find(name).address, 60)
     attacks.fill_tables(topology, LEARNED)
-    running = attacks.prepare(topology)
-    yield topology
-    for program in running:
-        program.kill()
-        program.wait()
-    os.sched_setaffinity(0, before)
+    return attacks.prepare(topology)
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)

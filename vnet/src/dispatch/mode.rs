@@ -104,7 +104,7 @@ impl Gauge {
         self.queues.iter().filter(|queue| queue.vmm_driven.load(Relaxed)).count()
     }
 
-    /// True while the guest's frames wait, because they have more descriptors than a driver needs (`share.rs`).
+    /// True while the guest's frames wait, because they have more descriptors or segments than a driver needs (`share.rs`).
     pub fn has_excess(&self) -> bool {
         self.limits.has_excess()
     }

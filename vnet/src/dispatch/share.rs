@@ -24,9 +24,10 @@ pub const WEIGHT_MAX: u32 = 100;
 /// Default learning limit. A guest that bridges a thousand containers has a tenth of a second's worth of addresses; the slow path
 /// of so many frames takes some percent of a core.
 pub const LEARNING_PER_S: u32 = 10_000;
-/// Frames in a turn of a guest that invents source addresses faster than half of its limit: a full batch on the slow path doubled
+/// Small frames in a turn of a guest whose last new source address is not [`LEARNING_NS`] old: a full batch on the slow path doubled
 /// neighbours' p99 round trip.
 const LEARNING_BURST: u64 = 8;
+const LEARNING_NS: u64 = 100_000_000;
 /// Depth of the buckets in nanoseconds at the limit's rate; at least one frame.
 const DEPTH_NS: u64 = 10_000_000;
 /// Maximum rate of descriptors that no driver needs, per second and interface; or of a twentieth as many segments. Without it, frames in 254
@@ -90,6 +91,12 @@ impl Bucket {
     /// Nanoseconds of tokens in the bucket.
     fn tokens_ns(&self, now_ns: u64, depth_ns: u64) -> u64 {
         depth_ns.saturating_sub(self.0.load(Relaxed).saturating_sub(now_ns))
+    }
+
+    /// Whether tokens were taken in the last `span_ns`, or are still missing since then.
+    fn was_used_within(&self, now_ns: u64, span_ns: u64) -> bool {
+        let full_at = self.0.load(Relaxed);
+        full_at > 0 && full_at.saturating_add(span_ns) > now_ns
     }
 
     /// Takes tokens worth `cost_ns`.
@@ -204,12 +211,12 @@ impl Share {
         (wait > 0).then(|| now + Duration::from_nanos(wait))
     }
 
-    /// Reduces a grant to the tokens of the rate limits. A bucket is overdrawn by one frame at most.
+    /// Reduces a grant to the tokens of the rate limits, whose buckets are overdrawn by one frame at most, and to [`LEARNING_BURST`].
     #[inline]
     fn within_limits(&self, cost: u64, now: Instant) -> u64 {
         let (limits, settings) = (&*self.limits, &self.settings);
         let (now_ns, mut within) = (limits.now_ns(now), cost);
-        if settings.learning_limit != 0 && limits.sources.tokens_ns(now_ns, DEPTH_NS) < DEPTH_NS / 2 {
+        if settings.learning_limit != 0 && limits.sources.was_used_within(now_ns, LEARNING_NS) {
             within = within.min(COST_MIN * LEARNING_BURST);
         }
         if !settings.is_limited() {
@@ -382,8 +389,8 @@ mod tests {
     fn a_guest_that_cuts_its_frames_finely_waits() {
         let mut guest = Guest::new(weight(100), (0..1_000).map(|_| expensive()).collect());
         run(&mut guest, 10);
-        // 25 000 segments a second beyond what a driver needs, 1 243 of each frame.
-        assert!((200..=203).contains(&guest.frames), "{}", guest.frames);
+        // 25 000 segments a second beyond what a driver needs, 1 202 of each frame.
+        assert!((207..=211).contains(&guest.frames), "{}", guest.frames);
         let mut ordinary = Guest::new(weight(100), (0..1_000).map(|_| cut(536)).collect());
         let now = Instant::now();
         (0..1_000).for_each(|_| _ = ordinary.turn(now));
@@ -445,6 +452,22 @@ mod tests {
         let mut ordinary = Guest::new(settings, (0..6_000).map(|_| cheap(60)).collect());
         (0..100).for_each(|_| _ = ordinary.turn(start));
         assert_eq!(ordinary.frames, 6_000);
+    }
+
+    /// Pauses in which the bucket fills again buy no larger turns.
+    #[test]
+    fn who_invents_source_addresses_now_and_then_takes_few_frames_in_a_turn() {
+        let settings = ShareSettings { learning_limit: 1_000, ..weight(100) };
+        let mut guest = Guest::new(settings, (0..6_000).map(|_| cheap(60)).collect());
+        let mut now = Instant::now();
+        assert_eq!(guest.turn(now).0, 64);
+        for _ in 0..20 {
+            guest.share.charge_sources(5, now);
+            now += Duration::from_millis(90);
+            assert_eq!(guest.turn(now).0, 8);
+        }
+        now += Duration::from_millis(20);
+        assert_eq!(guest.turn(now).0, 64);
     }
 
     #[test]

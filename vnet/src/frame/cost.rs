@@ -4,6 +4,7 @@
 
 use super::BATCH_MAX;
 use crate::wire::offload::Offload;
+use crate::wire::segment::CUTS_MAX;
 
 /// Cost of each segment (GSO) that a receiver without offloads gets.
 const SEGMENT: u64 = 1 << 10;
@@ -13,15 +14,18 @@ const PIECE: u64 = 2 << 10;
 const PIECES_NEEDED: usize = 20;
 /// And one more for each so many bytes: drivers with small fixed buffers (DPDK mbufs, 2 KiB).
 const PIECE_LEN: usize = 1 << 10;
+/// Payload of a segment below which a super-frame is *finely cut*. TCP makes shorter ones only for peers that ask for them: every host
+/// accepts 536 bytes (RFC 9293, section 3.7.1), of which options take 40 at most.
+const SEGMENT_LEN: usize = 400;
+/// Segments that any super-frame may have: as many datagrams as Linux accepts for one (`UDP_MAX_SEGMENTS`).
+const SEGMENTS_MIN: usize = 128;
+/// What a further segment counts, in descriptors: both are limited together, and cutting takes more time than a piece of memory.
+const SEGMENT_PIECES: usize = 20;
+
 /// Cost of the smallest frame, and of a refused one.
 pub const COST_MIN: u64 = 16 << 10;
 /// Largest quantum of a source: a full batch of minimum-cost frames.
 pub const COST_MAX: u64 = BATCH_MAX as u64 * COST_MIN;
-
-/// And for segments: the payload of a TCP segment that every host accepts (RFC 9293, section 3.7.1).
-const SEGMENT_LEN: usize = 536;
-/// What a segment beyond those counts, in descriptors: both are limited together, and cutting takes more time than a piece of memory.
-const SEGMENT_PIECES: usize = 20;
 
 /// Cost of a frame: its length or its pieces, and its segments. Every frame costs at least [`COST_MIN`], so a batch is bounded in frames,
 /// too.
@@ -40,8 +44,9 @@ pub(super) fn of_refused(pieces: usize) -> u64 {
 /// Descriptors of a frame, and segments in units of descriptors, beyond those that a driver needs.
 #[inline]
 pub(super) fn excess(len: usize, pieces: usize, offload: &Offload) -> usize {
-    let short = segments(len, offload).saturating_sub(1 + len / SEGMENT_LEN);
-    excess_pieces(len, pieces) + SEGMENT_PIECES * short
+    // More than can be cut are refused, and cost no more.
+    let cut = segments(len, offload).min(CUTS_MAX);
+    excess_pieces(len, pieces) + SEGMENT_PIECES * cut.saturating_sub(SEGMENTS_MIN.max(1 + len / SEGMENT_LEN))
 }
 
 /// Descriptors beyond those that a driver needs for `len` bytes.
@@ -67,12 +72,14 @@ mod tests {
         assert_eq!(excess_pieces(0, usize::MAX), usize::MAX - 20);
         let cut = |len, gso_size| excess(len, 1, &Offload { gso_size, ..Offload::default() });
         assert_eq!(excess(65_550, 1, &Offload::default()), 0);
-        for gso_size in [536, 1_220, 1_448, 8_948, u16::MAX] {
+        // 500: path MTU 552, with time stamps.
+        for gso_size in [400, 500, 524, 536, 1_220, 1_448, 8_948, u16::MAX] {
             assert_eq!(cut(65_550, gso_size), 0, "{gso_size}");
             assert_eq!(cut(100, gso_size), 0, "{gso_size}");
         }
-        assert_eq!(cut(65_550, 48), 20 * (1_366 - 123));
-        assert_eq!(cut(100, 1), 20 * 99);
+        assert_eq!(cut(128 * 100, 100), 0, "datagrams of any size");
+        assert_eq!(cut(65_550, 48), 20 * (1_366 - 164));
+        assert_eq!(cut(65_550, 1), 20 * (1_366 - 164), "refused");
     }
 
     #[test]

@@ -19,7 +19,7 @@ const TCP_FLAG_CWR: u8 = 0x80;
 const HEADERS_MAX: usize = 256;
 /// Maximum number of segments of one super-frame: 65 535 bytes at the smallest MSS that Linux sends (`TCP_MIN_SND_MSS`, 48
 /// bytes). It keeps a hostile `gso_size` of 1 from turning one frame into 65 000.
-const CUTS_MAX: usize = 65_535usize.div_ceil(48);
+pub(crate) const CUTS_MAX: usize = 65_535usize.div_ceil(48);
 
 /// Maximum value of an IP header's length field.
 const IP_LEN_MAX: usize = 65_535;

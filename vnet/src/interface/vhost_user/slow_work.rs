@@ -12,6 +12,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
+use rustix::thread::CpuSet;
 
 use super::allowance::Allowance;
 use super::usage::processor_time;
@@ -90,11 +91,15 @@ impl std::fmt::Debug for SlowWork {
 /// Lowest scheduling priority (sched(7)): dispatchers and guests preempt this thread.
 const NICE_MAX: i32 = 19;
 
-/// Lets the calling thread run on all CPUs of the process. A thread inherits the CPUs of the one that starts it, which is a dispatcher
-/// here, and may be pinned. Best effort: otherwise it stays there, and the dispatcher preempts it.
+/// Lets the calling thread run on all CPUs of the process but those that it has inherited from the thread that started it: a dispatcher,
+/// which may be pinned. Without others it stays there, and the dispatcher preempts it.
 fn leave_dispatchers_cpu() {
-    if let Ok(all) = rustix::thread::sched_getaffinity(Some(rustix::process::getpid())) {
-        let _ = rustix::thread::sched_setaffinity(None, &all);
+    let all = rustix::thread::sched_getaffinity(Some(rustix::process::getpid()));
+    let (Ok(mut others), Ok(own)) = (all, rustix::thread::sched_getaffinity(None)) else { return };
+    (0..CpuSet::MAX_CPU).filter(|cpu| own.is_set(*cpu)).for_each(|cpu| others.unset(cpu));
+    if others.count() > 0 {
+        // Best effort, as above.
+        let _ = rustix::thread::sched_setaffinity(None, &others);
     }
 }
 
@@ -146,26 +151,30 @@ mod tests {
         }
     }
 
-    /// What it is started by may have one CPU only.
+    struct Where(Sender<CpuSet>);
+
+    impl Slow for Where {
+        fn carry_out(&self) {
+            let _ = self.0.send(rustix::thread::sched_getaffinity(None).unwrap());
+        }
+    }
+
+    /// With one CPU there is nothing to leave.
     #[test]
     fn the_thread_leaves_a_dispatchers_cpu() {
-        let cpus = || rustix::thread::sched_getaffinity(None).unwrap();
         let all = rustix::thread::sched_getaffinity(Some(rustix::process::getpid())).unwrap();
-        let mut one = rustix::thread::CpuSet::new();
-        let first = (0..rustix::thread::CpuSet::MAX_CPU).find(|cpu| all.is_set(*cpu)).unwrap();
+        let first = (0..CpuSet::MAX_CPU).find(|cpu| all.is_set(*cpu)).unwrap();
+        let (mut one, mut others) = (CpuSet::new(), all);
         one.set(first);
-        let pinned = std::thread::spawn(move || {
+        others.unset(first);
+        let dispatcher = std::thread::spawn(move || {
             rustix::thread::sched_setaffinity(None, &one).unwrap();
-            assert_eq!(cpus(), one);
-            std::thread::spawn(move || {
-                assert_eq!(cpus(), one, "inherited");
-                leave_dispatchers_cpu();
-                cpus()
-            })
-            .join()
-            .unwrap()
+            let (sender, found) = channel();
+            let (slow, work) = (SlowWork::default(), Arc::new(Where(sender)));
+            assert!(slow.later(Arc::downgrade(&work) as Weak<dyn Slow>));
+            found.recv().unwrap()
         });
-        assert_eq!(pinned.join().unwrap(), all);
+        assert_eq!(dispatcher.join().unwrap(), if others.count() > 0 { others } else { all });
     }
 
     fn weak(work: &Arc<Counted>) -> Weak<dyn Slow> {
