@@ -1,8 +1,8 @@
 """Attacks on a vnetd beside two bystanders that exchange pings and a TCP stream with known content.
 
-Where attacks are measured, as tenants on a large host, bystanders have a processor of their own, which they share with
-vnetd's dispatchers. Attackers and the rest of vnetd have another: what an attacker's own program uses is not taken from
-bystanders, what it makes vnetd use in their place is.
+When attacks are measured, bystanders and vnetd's dispatchers have one processor, attackers and the other threads of
+vnetd another. So the time of an attacker's own program is not taken from bystanders, as between tenants of a large
+host; the time that it costs the dispatchers is.
 """
 
 import contextlib
@@ -74,6 +74,9 @@ class Seen:
 
     p99_us: float
     bps: float
+
+    def __str__(self) -> str:
+        return f"{self.p99_us:.0f} us, {self.bps / 1e9:.1f} Gbit/s"
 
 
 def _bystander(words: Sequence[str]) -> list[str]:

@@ -102,17 +102,19 @@ def test_others_do_not_suffer(topology: Topology, attack: Attack):
     # After many handshakes that failed, connections are refused at once.
     assert lines or attack.name != "garbage", "refused connections are logged"
     if STRICT:
-        judge(attack, *map(median, (alone, attacked)))
+        judge(attack, alone, attacked)
+
+
+def judge(attack: Attack, alone: list[Seen], attacked: list[Seen]) -> None:
+    """Prints the row of the lab note and all phases, and asserts the bars."""
+    before, beside = median(alone), median(attacked)
+    p99, throughput = beside.p99_us / before.p99_us, beside.bps / before.bps
+    print("\n|", " | ".join([attack.name, str(before), str(beside), f"{p99:.2f}", f"{throughput:.2f}"]), "|")
+    for name, phases in (("alone", alone), ("attacked", attacked)):
+        print(f"  {name}:", "; ".join(map(str, phases)))
+    assert p99 <= P99_MAX, f"p99: {beside}, alone {before}"
+    assert throughput >= THROUGHPUT_MIN, f"throughput: {beside}, alone {before}"
 
 
 def median(phases: list[Seen]) -> Seen:
     return Seen(statistics.median(seen.p99_us for seen in phases), statistics.median(seen.bps for seen in phases))
-
-
-def judge(attack: Attack, alone: Seen, attacked: Seen) -> None:
-    """Prints the row of the lab note, and asserts the bars."""
-    p99, throughput = attacked.p99_us / alone.p99_us, attacked.bps / alone.bps
-    columns = [f"{seen.p99_us:.0f} us, {seen.bps / 1e9:.1f} Gbit/s" for seen in (alone, attacked)]
-    print("\n|", " | ".join([attack.name, *columns, f"{p99:.2f}", f"{throughput:.2f}"]), "|")
-    assert p99 <= P99_MAX, f"p99 {attacked.p99_us:.0f} us, {alone.p99_us:.0f} us alone"
-    assert throughput >= THROUGHPUT_MIN, f"{attacked.bps:.3g} bit/s, {alone.bps:.3g} alone"

@@ -155,7 +155,7 @@ def waiters(sender: Guest, receiver: Guest, ends: tuple[str, str]) -> None:
     start(sender, receiver)
 
     def wake() -> None:
-        # All the time, even though vnetd takes few of its frames.
+        # Kicks without a pause: vnetd takes few frames meanwhile.
         for event in kicks:
             os.eventfd_write(event, 1)
 

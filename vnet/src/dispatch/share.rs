@@ -24,15 +24,15 @@ pub const WEIGHT_MAX: u32 = 100;
 /// Default learning limit. A guest that bridges a thousand containers has a tenth of a second's worth of addresses; the slow path
 /// of so many frames takes some percent of a core.
 pub const LEARNING_PER_S: u32 = 10_000;
-/// Small frames in a turn of a guest whose last new source address is not [`LEARNING_NS`] old: a full batch on the slow path doubled
-/// neighbours' p99 round trip.
+/// Frames of minimum cost that a guest gets in a turn until [`LEARNING_NS`] after its last new source address. A full batch of frames from
+/// new addresses, each on the slow path, doubled neighbours' p99 round trip (docs/lab-notes/2026-11-26-attacks.md).
 const LEARNING_BURST: u64 = 8;
 const LEARNING_NS: u64 = 100_000_000;
 /// Depth of the buckets in nanoseconds at the limit's rate; at least one frame.
 const DEPTH_NS: u64 = 10_000_000;
-/// Maximum rate of descriptors that no driver needs, per second and interface; or of a twentieth as many segments. Without it, frames in 254
-/// pieces made neighbours' p99 round trip five times as long, and super-frames of 1 364 segments 15 times; with it, they do not show
-/// (docs/lab-notes/2026-11-26-attacks.md).
+/// Maximum rate of descriptors that no driver needs, per second and interface; a segment that no driver needs counts as several
+/// (`cost::excess`). Without this limit, frames in 254 pieces made neighbours' p99 round trip five times as long, and super-frames of 1 364
+/// segments 15 times (docs/lab-notes/2026-11-26-attacks.md).
 const EXCESS_PER_S: u64 = 500_000;
 const NS_PER_S: u64 = 1_000_000_000;
 
@@ -93,7 +93,7 @@ impl Bucket {
         depth_ns.saturating_sub(self.0.load(Relaxed).saturating_sub(now_ns))
     }
 
-    /// Whether tokens were taken in the last `span_ns`, or are still missing since then.
+    /// Whether the bucket was not full at some time in the last `span_ns`.
     fn was_used_within(&self, now_ns: u64, span_ns: u64) -> bool {
         let full_at = self.0.load(Relaxed);
         full_at > 0 && full_at.saturating_add(span_ns) > now_ns
@@ -211,7 +211,8 @@ impl Share {
         (wait > 0).then(|| now + Duration::from_nanos(wait))
     }
 
-    /// Reduces a grant to the tokens of the rate limits, whose buckets are overdrawn by one frame at most, and to [`LEARNING_BURST`].
+    /// Reduces a grant to the tokens of `rate_limit` and `frame_limit`, whose buckets are overdrawn by one frame at most, and to
+    /// [`LEARNING_BURST`].
     #[inline]
     fn within_limits(&self, cost: u64, now: Instant) -> u64 {
         let (limits, settings) = (&*self.limits, &self.settings);

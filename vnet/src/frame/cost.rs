@@ -14,12 +14,12 @@ const PIECE: u64 = 2 << 10;
 const PIECES_NEEDED: usize = 20;
 /// And one more for each so many bytes: drivers with small fixed buffers (DPDK mbufs, 2 KiB).
 const PIECE_LEN: usize = 1 << 10;
-/// Payload of a segment below which a super-frame is *finely cut*. TCP makes shorter ones only for peers that ask for them: every host
-/// accepts 536 bytes (RFC 9293, section 3.7.1), of which options take 40 at most.
+/// Least payload of a segment that a driver needs. Every host accepts TCP segments of 536 bytes (RFC 9293, section 3.7.1), of which options
+/// take 40; TCP makes shorter ones only for a peer that asks for them.
 const SEGMENT_LEN: usize = 400;
-/// Segments that any super-frame may have: as many datagrams as Linux accepts for one (`UDP_MAX_SEGMENTS`).
+/// Segments that any super-frame may have, however short: `UDP_MAX_SEGMENTS` of Linux.
 const SEGMENTS_MIN: usize = 128;
-/// What a further segment counts, in descriptors: both are limited together, and cutting takes more time than a piece of memory.
+/// Descriptors that each further segment counts as: one limit is for both, and a segment takes more time.
 const SEGMENT_PIECES: usize = 20;
 
 /// Cost of the smallest frame, and of a refused one.
@@ -44,7 +44,7 @@ pub(super) fn of_refused(pieces: usize) -> u64 {
 /// Descriptors of a frame, and segments in units of descriptors, beyond those that a driver needs.
 #[inline]
 pub(super) fn excess(len: usize, pieces: usize, offload: &Offload) -> usize {
-    // More than can be cut are refused, and cost no more.
+    // A frame of more segments is refused, which takes no more time.
     let cut = segments(len, offload).min(CUTS_MAX);
     excess_pieces(len, pieces) + SEGMENT_PIECES * cut.saturating_sub(SEGMENTS_MIN.max(1 + len / SEGMENT_LEN))
 }
