@@ -2,90 +2,39 @@
 
 import re
 import subprocess
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from checks import assert_balanced, metrics
+from checks import assert_balanced
 from conftest import PROGRAMS, MakeLab
+from rdma_guests import (
+    BOOT_S,
+    HELPER,
+    PERF,
+    PORT,
+    assert_nothing_is_left,
+    command,
+    endpoints,
+    figures,
+    guest_server,
+    rdma_metric,
+    start_helper,
+    start_helpers,
+)
 from rdma_perf import perf_server
 
 from vnetlab import channel, machine, process
 from vnetlab.run import run, wait_until
-from vnetlab.topology import Kind, Node, Topology
-
-HELPER, PERF = "vnet-rdma-guest", "vnet-rdma-perf"
-PORT = 7000
-BOOT_S = 120
-"""Emulated guests take their time."""
-LARGER_PIECES = "echo advise >/sys/kernel/mm/transparent_hugepage/shmem_enabled || true"
+from vnetlab.topology import Topology
 
 
 @pytest.fixture(scope="module")
 def lab(make_lab: MakeLab) -> Topology:
     """Two hosts, each with a container and a virtual machine whose helper runs."""
     topology = make_lab(vms=1, containers=1, rdma=True)
-    for guest in topology.machines(Kind.VM):
-        machine.execute(guest, LARGER_PIECES)
-        start_helper(guest)
+    start_helpers(topology)
     return topology
-
-
-def start_helper(guest: Node) -> None:
-    """Starts the helper in a guest and waits until it listens."""
-    log = "/tmp/helper.log"
-    words = f"setsid {HELPER} >{log} 2>&1 </dev/null &"
-    channel.execute(guest, [words], BOOT_S, lambda _: None)
-    wait_until(f"{HELPER} in {guest.name}", lambda: "ready" in machine.read(guest, Path(log)), BOOT_S)
-
-
-def command(*words: str) -> list[str]:
-    """Words that run the measuring program in a guest with vnetd's engine."""
-    return ["env", "VNET_RDMA_ATTACHMENT=vm", PERF, *words]
-
-
-@contextmanager
-def guest_server(guest: Node) -> Iterator[str]:
-    """Serves one client in a guest; yields the endpoint's name."""
-    name = f"{guest.address}:{PORT}"
-    with ThreadPoolExecutor(1) as pool:
-        served = pool.submit(machine.execute, guest, *command("server", name, "once"), timeout_s=BOOT_S)
-        host = Node(guest.lab, Kind.HOST, guest.host)
-        wait_until(f"the server in {guest.name}", lambda: served.done() or endpoints(host, guest) > 0, BOOT_S)
-        yield f"{name}/0"
-        assert served.result().startswith(f"{name}/0")
-
-
-def figures(text: str) -> dict[str, str]:
-    """What the measuring program prints."""
-    words = text.split()
-    return dict(zip(words[::2], words[1::2], strict=True))
-
-
-def rdma_metric(host: Node, guest: Node, name: str) -> int:
-    """A value of vnetd's engine for the applications of a virtual machine."""
-    found = re.search(rf'^vnet_rdma_{name}\{{netns="interface {guest.name}"\}} (\d+)$', metrics(host), re.MULTILINE)
-    return int(found[1]) if found else 0
-
-
-def endpoints(host: Node, guest: Node) -> int:
-    """Open endpoints of a guest's applications."""
-    return rdma_metric(host, guest, "endpoints")
-
-
-def assert_nothing_is_left(lab: Topology) -> None:
-    """No attachment, no memory, and nobody was cut off."""
-    for guest in lab.machines(Kind.VM):
-        host = lab.hosts[guest.host - 1]
-        wait_until(
-            f"the memory of {guest.name} to be given back",
-            lambda host=host, guest=guest: rdma_metric(host, guest, "registered_bytes") == 0,
-            60,
-        )
-        assert rdma_metric(host, guest, "processes") == 0
-        assert (rdma_metric(host, guest, "refusals_total"), rdma_metric(host, guest, "broken_total")) == (0, 0)
 
 
 def test_two_virtual_machines_on_two_hosts(lab: Topology):

@@ -1,5 +1,6 @@
 //! The thread that serves applications in virtual machines, for the interconnect: it takes the control frames of all guests from their
-//! interfaces' sidebands, maps the pages that they lend, and passes bells between applications and the engine's thread.
+//! interfaces' sidebands, maps the pages that they lend, passes bells between applications and the engine's thread, and answers what the
+//! engine asks about their peers.
 //!
 //! Guests take turns: each has a bounded number of frames in a round. An interface that is removed, or whose network does not allow the engine any
 //! more, loses its attachments within a second.
@@ -12,6 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use vnet::interface::sideband::{self, Message, PORT_BYTES, Port, Sideband};
 use vnet::interface::virtqueue::window::{self, PageRun, Window};
@@ -19,10 +21,11 @@ use vnet::wire::offload::{F_DATA_VALID, F_NEEDS_CSUM, GSO_NONE, GSO_UDP_L4, Offl
 use vnet_control::desired::Desired;
 use vnet_rdma::Span;
 use vnet_rdma::daemon::{Datagrams, GuestFrame, Lent, ShareSettings};
-use vnet_rdma::meeting::Decline;
-use vnet_rdma::vm::{self, GuestHost, Nic, Run};
+use vnet_rdma::meeting::{Decline, KeyRequest, Keys, Reach};
+use vnet_rdma::vm::{self, GuestHost, Nic, Run, Stations, Token};
 
 use crate::rdma_engine::{RdmaEngine, share_of};
+use crate::sealing::KeyKeeper;
 use crate::shared::Shared;
 
 // Both crates name them, because neither knows the other.
@@ -74,6 +77,7 @@ struct Guest {
 
 fn run(shared: &Shared, rdma: &RdmaEngine, stop: &(AtomicBool, OwnedFd)) {
     let (mut guests, mut look_at): (Vec<Guest>, _) = (vec![], Instant::now());
+    let keeper = Arc::new(Mutex::new(KeyKeeper::of_guests(shared)));
     while !stop.0.load(Ordering::Relaxed) {
         let now = Instant::now();
         if now >= look_at {
@@ -87,7 +91,7 @@ fn run(shared: &Shared, rdma: &RdmaEngine, stop: &(AtomicBool, OwnedFd)) {
                 )
             });
             if let Some(wanted) = wanted {
-                follow(&mut guests, wanted, rdma);
+                follow(&mut guests, wanted, rdma, &keeper);
             }
         }
         for guest in &mut guests {
@@ -103,13 +107,15 @@ fn follow(
     guests: &mut Vec<Guest>,
     wanted: Vec<(Result<ShareSettings, Decline>, String, Arc<Sideband>)>,
     rdma: &RdmaEngine,
+    keeper: &Arc<Mutex<KeyKeeper>>,
 ) {
     guests.retain(|guest| wanted.iter().any(|(_, _, sideband)| Arc::ptr_eq(sideband, &guest.sideband)));
     for (share, name, sideband) in wanted {
         match guests.iter_mut().find(|guest| Arc::ptr_eq(&guest.sideband, &sideband)) {
             Some(guest) => guest.share = share,
             None => {
-                let nic = Arc::new(GuestNic { sideband: Arc::clone(&sideband), name: name.clone() });
+                let (sideband, keeper) = (Arc::clone(&sideband), Arc::clone(keeper));
+                let nic = Arc::new(GuestNic { sideband: Arc::clone(&sideband), name: name.clone(), keeper });
                 match rdma.guest_host(nic, &name, sideband.origin().port.0) {
                     Some(Ok(host)) => guests.push(Guest { sideband, host, share, next: None }),
                     Some(Err(error)) => {
@@ -129,11 +135,6 @@ fn allowed(desired: &Desired, name: &str) -> Result<ShareSettings, Decline> {
     let mut networks = desired.networks.iter().map(|item| &item.spec);
     if !networks.any(|network| network.id == interface.network && network.daemon_engine) {
         return Err(Decline::NotAllowed);
-    }
-    let mut links = desired.links.iter().map(|item| &item.spec);
-    // Their packets are not sealed: keys belong to addresses that vnetd finds in a container's network namespace.
-    if links.any(|link| link.security.peer.is_some() && link.carries(interface.network)) {
-        return Err(Decline::Sealed);
     }
     Ok(share_of(interface))
 }
@@ -167,6 +168,8 @@ impl Guest {
 struct GuestNic {
     sideband: Arc<Sideband>,
     name: String,
+    /// Only the thread of guests uses it.
+    keeper: Arc<Mutex<KeyKeeper>>,
 }
 
 impl Nic for GuestNic {
@@ -191,6 +194,18 @@ impl Nic for GuestNic {
     fn open(&self, address: SocketAddr) -> io::Result<Box<dyn Datagrams>> {
         let port = self.sideband.open(address)?.ok_or(io::ErrorKind::AddrInUse)?;
         Ok(Box::new(GuestDatagrams { sideband: Arc::clone(&self.sideband), port }))
+    }
+
+    fn reach(&self, stations: &Stations) -> Reach {
+        self.keeper.lock().reach_from(&self.name, stations)
+    }
+
+    fn keys(&self, name: Token, stations: &Stations, request: &KeyRequest) -> Result<Keys, Reach> {
+        self.keeper.lock().keys_from(name, (&self.name, stations), request)
+    }
+
+    fn gone(&self, name: Token) {
+        self.keeper.lock().end(name);
     }
 }
 
@@ -294,19 +309,17 @@ mod tests {
     }
 
     #[test]
-    fn guests_are_served_where_their_network_allows_it_and_no_link_is_sealed() {
+    fn guests_are_served_where_their_network_allows_it() {
         let text = |allows: bool| {
             format!(
                 "[host]\nname = 'h'\n[[network]]\nid = 1\ndaemon_engine = {allows}\n[[interface]]\nname = 'vm1'\nkind = \
-                 'vhost-user'\nsocket = '/run/x'\nweight = 30\n[[link]]\nname = 'l'\nremote = '10.0.0.2:9000'\ntrusted = true\n"
+                 'vhost-user'\nsocket = '/run/x'\nweight = 30\n"
             )
         };
         let desired = |allows| config::parse("test", &text(allows)).unwrap().desired;
-        let mut open = desired(true);
+        let open = desired(true);
         assert_eq!(allowed(&open, "vm1"), Ok(ShareSettings { weight: 30, rate: 0 }));
         assert_eq!(allowed(&open, "vm2"), Err(Decline::NotAllowed));
         assert_eq!(allowed(&desired(false), "vm1"), Err(Decline::NotAllowed));
-        open.links[0].spec.security.peer = Some("other".into());
-        assert_eq!(allowed(&open, "vm1"), Err(Decline::Sealed));
     }
 }

@@ -68,7 +68,9 @@ impl RdmaEngine {
             service.set_shares(allowed.iter().map(|(id, item)| (*id, item.share)).collect());
             let known: Vec<ContainerId> = service.counters().iter().map(|counters| counters.id).collect();
             for (id, line) in service.take_notes() {
-                let of = names.get(&id).map_or_else(|| "a container".into(), |name| format!("netns {name}"));
+                let of_guest = || self.guests.lock().get(&id).map(|name| format!("interface {name}"));
+                let of = names.get(&id).map(|name| format!("netns {name}")).or_else(of_guest);
+                let of = of.unwrap_or_else(|| "a container".into());
                 tracing::warn!("{of}: an application whose engine runs here: {line}");
             }
             names.retain(|id, _| allowed.contains_key(id) || known.contains(id));

@@ -1,7 +1,8 @@
-//! Keys for the interconnect's engine in containers: who asks, which sealed link leads to the peer, and what the keys are derived from.
+//! Keys for the interconnect's engine: who asks, which sealed link leads to the peer, and what the keys are derived from.
 //!
-//! The container is known by the socket that it asks at. Its route and its neighbour's MAC address come from its network namespace; the way of its
-//! frames comes from the routing tables, as for `vnet trace`. Keys are derived from the link's exporter, the network, both addresses and ports, and
+//! A container is known by the socket that it asks at. Its route and its neighbour's MAC address come from its network namespace. For a virtual
+//! machine only the engine that vnetd runs for it asks (`guests.rs`); it knows the interface and the neighbour. The way of frames comes from
+//! the routing tables, as for `vnet trace`. Keys are derived from the link's exporter, the network, both addresses and ports, and
 //! both nonces, so the two daemons get the same keys only for the same pair of applications.
 //!
 //! With its keys a session gets the kernel's own path across the link (`vnet::dispatch::sealed_sessions`), until the application is gone.
@@ -20,15 +21,17 @@ use vnet_control::desired::{Attachment, InterfaceSpec};
 use vnet_control::engine::Engine;
 use vnet_control::sealing::{Way, Wayfarer};
 use vnet_rdma::meeting::{KeyRequest, Keys, Place, Question, Reach, Role, Sealer, Token};
+use vnet_rdma::vm::Stations;
 
 use crate::shared::Shared;
 
-/// How long a question waits while the engine is changed. The application asks again.
+/// How long the question of a container waits while the engine is changed. The application asks again.
 const PATIENCE: Duration = Duration::from_millis(100);
 
 /// Answers the questions of applications.
 pub struct KeyKeeper {
     shared: Shared,
+    patience: Duration,
     /// The sessions of the core; `None` before there is one.
     sessions: Option<Arc<SealedSessions>>,
 }
@@ -37,7 +40,7 @@ pub struct KeyKeeper {
 struct Found {
     link: String,
     network: NetworkId,
-    /// The container's interface, its MAC address, and the source address of its packets.
+    /// The application's interface, its MAC address, and the source address of its packets.
     interface: String,
     mac: Mac,
     source: IpAddr,
@@ -46,12 +49,76 @@ struct Found {
 }
 
 impl KeyKeeper {
+    /// For containers.
     pub fn new(shared: &Shared) -> KeyKeeper {
-        KeyKeeper { shared: shared.clone(), sessions: None }
+        KeyKeeper { shared: shared.clone(), patience: PATIENCE, sessions: None }
+    }
+
+    /// For virtual machines: never waits, because the thread that asks passes their bells, too.
+    pub fn of_guests(shared: &Shared) -> KeyKeeper {
+        KeyKeeper { patience: Duration::ZERO, ..KeyKeeper::new(shared) }
     }
 
     fn with<T>(&self, task: impl FnOnce(&Engine) -> T) -> Option<T> {
-        self.shared.try_lock_for(PATIENCE)?.as_ref().map(task)
+        self.shared.try_lock_for(self.patience)?.as_ref().map(task)
+    }
+
+    /// The sealed link by which packets from an interface reach a station.
+    fn find_from(&self, interface: &str, stations: &Stations) -> Result<Found, Reach> {
+        let (source, mac) = stations.own;
+        let next = stations.peer.map_or(Next::Unknown, |mac| Next::Destination(Mac(mac)));
+        self.with(|engine| {
+            if !engine.has_sealed_links(None) {
+                return Err(Reach::AllClear);
+            }
+            let mut specs = engine.current().interfaces.iter().map(|item| &item.spec);
+            let spec = specs.find(|spec| spec.name == interface).ok_or(Reach::NotYet)?;
+            sealed_link(engine, spec, (source, Mac(mac)), next)
+        })
+        .unwrap_or(Err(Reach::NotYet))
+    }
+
+    /// How packets from an interface reach a station.
+    pub fn reach_from(&self, interface: &str, stations: &Stations) -> Reach {
+        self.find_from(interface, stations).map_or_else(|reach| reach, |_| Reach::Sealed)
+    }
+
+    /// Keys of a session between the engine `name`, whose packets leave by an interface, and its peer.
+    ///
+    /// # Errors
+    /// How the peer is reached, if not by a sealed link with keys.
+    pub fn keys_from(
+        &mut self,
+        name: Token,
+        (interface, stations): (&str, &Stations),
+        request: &KeyRequest,
+    ) -> Result<Keys, Reach> {
+        let found = self.find_from(interface, stations)?;
+        self.derive(name, found, request)
+    }
+
+    fn derive(&mut self, name: Token, found: Found, request: &KeyRequest) -> Result<Keys, Reach> {
+        let Found { link, network, interface, mac, source, to } = found;
+        let context = context(network, source, request);
+        let opens = request.role == Role::Opener;
+        let derived = self.with(|engine| {
+            let derived = engine.application_keys(&link, request.epoch, opens, &context)?;
+            let who = Wayfarer { interface: &interface, mac, source, to };
+            let ends = (request.between.own.port(), request.between.peer);
+            let application = Application::from_ne_bytes(name);
+            if !engine.admit_sealed(application, &who, ends, (network, &link)) {
+                return None;
+            }
+            Some((derived, engine.sealed_sessions().clone()))
+        });
+        let ((epoch, keys), sessions) = derived.flatten().ok_or(Reach::NotYet)?;
+        self.sessions = Some(sessions);
+        Ok(Keys { epoch, keys })
+    }
+
+    /// Ends the sessions of an application that is gone.
+    pub fn end(&self, name: Token) {
+        self.sessions.iter().for_each(|sessions| sessions.end(Application::from_ne_bytes(name)));
     }
 
     /// The sealed link by which packets of a place reach a peer.
@@ -83,27 +150,36 @@ impl KeyKeeper {
                 }
                 _ => false,
             };
-            let sealed = |spec: &&InterfaceSpec| engine.has_sealed_links(Some(&[spec.network]));
-            // Others are no devices of vnet, or lead to no sealed link.
-            let spec = specs.find(is_it).filter(sealed).ok_or(Reach::Clear)?;
-            let to = match next {
-                Next::Destination(to) => to,
-                Next::Unknown => return Err(Reach::NotYet),
-                Next::Router => return Err(Reach::Router),
-            };
-            let network = spec.network;
-            match engine.way_of(&Wayfarer { interface: &spec.name, mac, source, to }) {
-                Way::Sealed(link) => {
-                    Ok(Found { link, network, interface: spec.name.clone(), mac, source, to })
-                }
-                Way::Clear => Err(Reach::Clear),
-                Way::Stream => Err(Reach::Stream),
-                Way::Several => Err(Reach::Several),
-                Way::Foreign => Err(Reach::Foreign),
-                Way::Unknown => Err(Reach::NotYet),
-            }
+            // Others are no devices of vnet.
+            sealed_link(engine, specs.find(is_it).ok_or(Reach::Clear)?, (source, mac), next)
         })
         .unwrap_or(Err(Reach::NotYet))
+    }
+}
+
+/// The sealed link by which frames of an interface reach the next station.
+fn sealed_link(
+    engine: &Engine,
+    spec: &InterfaceSpec,
+    (source, mac): (IpAddr, Mac),
+    next: Next,
+) -> Result<Found, Reach> {
+    let network = spec.network;
+    if !engine.has_sealed_links(Some(&[network])) {
+        return Err(Reach::Clear);
+    }
+    let to = match next {
+        Next::Destination(to) => to,
+        Next::Unknown => return Err(Reach::NotYet),
+        Next::Router => return Err(Reach::Router),
+    };
+    match engine.way_of(&Wayfarer { interface: &spec.name, mac, source, to }) {
+        Way::Sealed(link) => Ok(Found { link, network, interface: spec.name.clone(), mac, source, to }),
+        Way::Clear => Err(Reach::Clear),
+        Way::Stream => Err(Reach::Stream),
+        Way::Several => Err(Reach::Several),
+        Way::Foreign => Err(Reach::Foreign),
+        Way::Unknown => Err(Reach::NotYet),
     }
 }
 
@@ -162,26 +238,12 @@ impl Sealer for KeyKeeper {
     }
 
     fn keys(&mut self, name: Token, place: &Place, request: &KeyRequest) -> Result<Keys, Reach> {
-        let Found { link, network, interface, mac, source, to } = self.find(place, &request.between)?;
-        let context = context(network, source, request);
-        let opens = request.role == Role::Opener;
-        let derived = self.with(|engine| {
-            let derived = engine.application_keys(&link, request.epoch, opens, &context)?;
-            let who = Wayfarer { interface: &interface, mac, source, to };
-            let ends = (request.between.own.port(), request.between.peer);
-            let application = Application::from_ne_bytes(name);
-            if !engine.admit_sealed(application, &who, ends, (network, &link)) {
-                return None;
-            }
-            Some((derived, engine.sealed_sessions().clone()))
-        });
-        let ((epoch, keys), sessions) = derived.flatten().ok_or(Reach::NotYet)?;
-        self.sessions = Some(sessions);
-        Ok(Keys { epoch, keys })
+        let found = self.find(place, &request.between)?;
+        self.derive(name, found, request)
     }
 
     fn gone(&mut self, name: Token) {
-        self.sessions.iter().for_each(|sessions| sessions.end(Application::from_ne_bytes(name)));
+        self.end(name);
     }
 }
 

@@ -70,6 +70,11 @@ impl Neighbours {
         self.asked.remove(&ip);
     }
 
+    /// The MAC address of a peer, if it is known.
+    pub(crate) fn known(&self, ip: IpAddr) -> Option<MacAddress> {
+        self.known.get(&ip).copied()
+    }
+
     /// Whether to ask for this address now.
     fn may_ask(&mut self, ip: IpAddr, now: Instant) -> bool {
         if self.asked.len() >= NEIGHBOURS_MAX {
@@ -183,7 +188,7 @@ impl GuestPort {
     fn flush(&mut self) {
         let train = std::mem::take(&mut self.train);
         let Some(to) = train.to else { return };
-        let known = self.neighbours.lock().known.get(&to.ip()).copied();
+        let known = self.neighbours.lock().known(to.ip());
         let Some(to_mac) = known else {
             if self.neighbours.lock().may_ask(to.ip(), Instant::now()) {
                 (self.ask)(to.ip());

@@ -153,12 +153,11 @@ impl Service {
     ) -> io::Result<GuestEnds> {
         self.admit(id, settings, || {
             let queues = Queues::of_daemon_in(queues)?;
-            let (bell, own, leash) = bell()?;
-            // The daemon serves no virtual machine whose network has a sealed link.
-            let seals = Seals::new(port.address(), None, random()?);
+            let ((bell, own, leash), (daemon, questions)) = (bell()?, connection()?);
+            let seals = Seals::new(port.address(), Some(Guest::on(daemon)), random()?);
             let carrier = Carrier::Guest(Box::new(port));
             let served = Served::new(queues, own, (carrier, seals, Some(lendings)), limits, life()?);
-            Ok((GuestEnds { bell, leash }, served))
+            Ok((GuestEnds { bell, leash, questions }, served))
         })
     }
 
@@ -247,6 +246,8 @@ pub(crate) struct GuestEnds {
     pub(crate) bell: OwnedFd,
     /// The engine's end: shutting it down ends the attachment.
     pub(crate) leash: OwnedFd,
+    /// The other end of the socket pair by which the engine asks about peers and for keys.
+    pub(crate) questions: OwnedFd,
 }
 
 /// A bell: the process's end, the engine's, and the engine's once more.

@@ -113,10 +113,9 @@ pub enum Decline {
     /// Ports below 1024 are not opened for processes.
     #[error("the daemon opens no ports below 1024; use a higher one")]
     Port,
-    /// A link of the virtual machine's network is sealed; an older daemon says that to containers, too.
+    /// A link of the network is sealed: what an older daemon says, which does not seal for this application.
     #[error(
-        "a link of this network is sealed, and the daemon seals only for applications in containers, if it is not an older one; unset \
-         VNET_RDMA_ATTACHMENT"
+        "a link of this network is sealed, and this host's vnetd is too old to seal for it; unset VNET_RDMA_ATTACHMENT"
     )]
     Sealed,
     /// No vnetd answers at the virtual machine's interface.

@@ -5,16 +5,17 @@ use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 
 use super::helper::{Machine, Pinned, Reserved};
-use super::host::Nic;
-use super::wire::{PAGE, Run};
+use super::nic::{Nic, Stations};
+use super::wire::{PAGE, Run, Token};
 use crate::daemon::{Datagrams, GuestFrame, Lent, MacAddress};
+use crate::meeting::{KEY, KeyRequest, Keys, Reach, Role};
 use crate::proto::Span;
 
 /// Pages are scattered in pieces of so many, each before the one that precedes it.
@@ -71,6 +72,20 @@ pub(super) struct FakeGuest {
     pub(super) is_deaf: Arc<AtomicBool>,
     /// Bytes of the network card's queue.
     pub(super) mtu: usize,
+    /// How every peer whose MAC address is known is reached.
+    pub(super) reach: Arc<Mutex<Reach>>,
+    /// How often engines got keys, and engines with keys that are gone.
+    pub(super) engines: Arc<(AtomicUsize, AtomicUsize)>,
+}
+
+/// Keys that both sides of a session derive from its nonces: a toy.
+pub(crate) fn toy_keys(reach: Reach, request: &KeyRequest) -> Result<Keys, Reach> {
+    let (mine, theirs) = (request.nonce, request.peer_nonce);
+    let [first, second] = if request.role == Role::Opener { [mine, theirs] } else { [theirs, mine] };
+    let keys = std::array::from_fn(|place| {
+        first[place % 16] ^ second[(place + 3) % 16].wrapping_add((place / KEY) as u8)
+    });
+    if reach == Reach::Sealed { Ok(Keys { epoch: 1, keys }) } else { Err(reach) }
 }
 
 type QueueOfFrames = Queue<Vec<u8>>;
@@ -86,6 +101,8 @@ impl FakeGuest {
             is_revoked: Arc::default(),
             is_deaf: Arc::default(),
             mtu: 9000,
+            reach: Arc::new(Mutex::new(Reach::AllClear)),
+            engines: Arc::default(),
         }
     }
 
@@ -186,6 +203,24 @@ impl Nic for FakeGuest {
         let queue = Queue::new();
         network.insert(address, Arc::clone(&queue));
         Ok(Box::new(FakePort { address, queue, network: Arc::clone(&self.network), mtu: self.mtu }))
+    }
+
+    fn reach(&self, stations: &Stations) -> Reach {
+        assert_eq!(stations.own.1, self.mac);
+        match *self.reach.lock() {
+            Reach::AllClear => Reach::AllClear,
+            reach => stations.peer.map_or(Reach::NotYet, |_| reach),
+        }
+    }
+
+    fn keys(&self, _: Token, stations: &Stations, request: &KeyRequest) -> Result<Keys, Reach> {
+        let keys = toy_keys(self.reach(stations), request)?;
+        self.engines.0.fetch_add(1, Ordering::Relaxed);
+        Ok(keys)
+    }
+
+    fn gone(&self, _: Token) {
+        self.engines.1.fetch_add(1, Ordering::Relaxed);
     }
 }
 

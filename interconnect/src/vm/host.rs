@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::net::{IpAddr, SocketAddr};
+use std::net::IpAddr;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -14,6 +14,8 @@ use parking_lot::Mutex;
 use rustix::net::{Shutdown, shutdown};
 
 use super::doorbell::Doorbell;
+use super::nic::Nic;
+use super::questions::{Asked, Questions};
 use super::wire::{Body, Message, OWN, PAGE, QUEUES, QUEUES_BYTES, RUNS_MAX, Run, ShareState, Token};
 use crate::daemon::carrier::{GuestPort, Neighbours};
 use crate::daemon::lent::Inbox;
@@ -41,21 +43,6 @@ const PORT_MIN: u16 = 1024;
 /// Words of the engine in one turn.
 const WORDS: usize = 64;
 
-/// A guest's interface, as the daemon gives it.
-pub trait Nic: Send + Sync {
-    /// Delivers a control frame to the guest. It may be lost.
-    fn tell(&self, frame: &[u8]);
-
-    /// Maps pages of the guest behind each other; `None` if they are not the guest's, or cannot be mapped.
-    fn lend(&self, runs: &[Run]) -> Option<Arc<dyn Lent>>;
-
-    /// Takes the datagrams to this address, which is not checked: nobody but the guest loses them.
-    ///
-    /// # Errors
-    /// Taken (`AddrInUse`), or no descriptors.
-    fn open(&self, address: SocketAddr) -> io::Result<Box<dyn Datagrams>>;
-}
-
 /// A list of pages that is not complete.
 struct Sharing {
     memory: u32,
@@ -69,6 +56,7 @@ struct Running {
     bell: Bell,
     /// The engine's end of the bell.
     leash: OwnedFd,
+    questions: Questions,
 }
 
 struct Attachment {
@@ -103,6 +91,10 @@ pub struct GuestHost {
     opened: Option<(Instant, u32)>,
     /// When revocations were looked for last.
     looked_at: Option<Instant>,
+    /// Questions of its engines.
+    asked: Asked,
+    /// When questions are answered again.
+    answers_at: Option<Instant>,
 }
 
 impl GuestHost {
@@ -112,7 +104,9 @@ impl GuestHost {
     /// No random numbers.
     pub fn new(nic: Arc<dyn Nic>, service: Service, id: ContainerId) -> io::Result<Self> {
         let random = ChaCha20Rng::from_seed(random()?);
-        Ok(Self { nic, service, id, attachments: vec![], random, opened: None, looked_at: None })
+        let (attachments, asked) = (vec![], Asked::default());
+        let (opened, looked_at, answers_at) = (None, None, None);
+        Ok(Self { nic, service, id, attachments, random, opened, looked_at, asked, answers_at })
     }
 
     /// Takes a control frame of the guest. `share` is what its processes get, or why they may not be served.
@@ -313,9 +307,13 @@ impl GuestHost {
         let limits = known.request.config();
         let ends =
             self.service.attach_guest((self.id, known.share), port, limits, queues_of_engine, lendings);
-        let GuestEnds { bell, leash } = ends.map_err(|_| Decline::TooMany)?;
+        let GuestEnds { bell, leash, questions: socket } = ends.map_err(|_| Decline::TooMany)?;
+        let mut name = Token::default();
+        self.random.fill_bytes(&mut name);
+        let (nic, neighbours) = (Arc::clone(&self.nic), Arc::clone(&known.neighbours));
+        let questions = Questions { nic, socket, name, own: address, neighbours, has_keys: false };
         known.lent.push(Arc::downgrade(queues));
-        known.running = Some(Running { bell: Bell::new(bell), leash });
+        known.running = Some(Running { bell: Bell::new(bell), leash, questions });
         Ok(true)
     }
 
@@ -335,9 +333,14 @@ impl GuestHost {
         self.attachments.iter().map(|known| known.number)
     }
 
-    /// Descriptors that are readable when engines ring or end.
+    /// Descriptors that are readable when engines ring, ask or end.
     pub fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
-        self.attachments.iter().filter_map(|known| Some(known.running.as_ref()?.bell.descriptor()))
+        let running = self.attachments.iter().filter_map(|known| known.running.as_ref());
+        let is_heard = self.answers_at.is_none();
+        running.flat_map(move |running| {
+            let questions = is_heard.then(|| running.questions.as_fd());
+            [running.bell.descriptor()].into_iter().chain(questions)
+        })
     }
 
     /// Passes rings on and looks for what has ended. Returns when to call again at the latest.
@@ -349,6 +352,9 @@ impl GuestHost {
         self.looked_at = if looks { Some(now) } else { self.looked_at };
         for known in &mut self.attachments {
             known.listen();
+            if let Some(running) = &mut known.running {
+                running.questions.answer(now, &mut self.asked);
+            }
             let is_silent = now.saturating_duration_since(known.heard_at) > LEASE;
             let is_revoked =
                 looks && known.lent.iter().filter_map(Weak::upgrade).any(|lent| lent.is_revoked());
@@ -372,6 +378,8 @@ impl GuestHost {
         for (mac, names) in gone {
             self.tell(mac, names, Body::Closed);
         }
+        self.answers_at = self.asked.next_at(now);
+        next = [next, self.answers_at].into_iter().flatten().min();
         next.filter(|_| !self.attachments.is_empty())
     }
 }

@@ -19,7 +19,8 @@
 //! - `wire.rs`: the control frames; `doorbell.rs`: bells that survive lost frames;
 //! - `client.rs`: an attachment on the helper's side, without I/O;
 //! - `helper.rs`: the helper's loop, over a machine's own ways to pin pages and send frames;
-//! - `host.rs`: the daemon's side of one guest, where all input is hostile;
+//! - `host.rs`: the daemon's side of one guest, where all input is hostile; `nic.rs`: what it needs of the interface;
+//! - `questions.rs`: keys of what crosses sealed links;
 //! - `fuzz.rs`: a hostile guest, for tests.
 //!
 //! docs/interconnect.md has the format of the frames.
@@ -27,18 +28,21 @@
 mod client;
 mod doorbell;
 #[cfg(any(test, feature = "test-util"))]
-mod fake;
+pub(crate) mod fake;
 #[cfg(any(test, feature = "test-util"))]
 pub mod fuzz;
 mod helper;
 mod host;
+mod nic;
+mod questions;
 #[cfg(test)]
 mod tests;
 mod wire;
 
 pub use client::{Client, Event};
 pub use helper::{Helper, Machine, Pinned, Reserved};
-pub use host::{GuestHost, Nic};
+pub use host::GuestHost;
+pub use nic::{Nic, Stations};
 pub use wire::{
     Body, ETHERTYPE, FRAME_MAX, GROUP, Message, OWN, PAGE, QUEUES, QUEUES_BYTES, RUNS_MAX, Run, ShareState,
     Token,

@@ -17,9 +17,9 @@ use crate::daemon::entry::{Event as Happened, Submission};
 use crate::daemon::queue::Queues;
 use crate::daemon::tests::all_operations;
 use crate::daemon::{Service, ShareSettings};
-use crate::meeting::{Decline, Host, Place, Request, Stopper, listen};
+use crate::meeting::{Decline, Host, Place, Reach, Request, Stopper, listen};
 use crate::ring::create;
-use crate::{Access, Endpoint, Error, Node, Options, Peer, Region, Status};
+use crate::{Access, Attachment, Endpoint, Error, Node, Options, Peer, Region, Span, Status};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -136,6 +136,49 @@ fn applications_of_two_guests_do_what_those_of_containers_do() {
     drop((b, far));
     two.until(0);
     assert!(service.counters().iter().all(|counters| counters.mapped_bytes == 0 && counters.broken == 0));
+    drop((one, two));
+    service.stop();
+}
+
+#[test]
+fn engines_of_guests_seal_what_crosses_sealed_links() {
+    let (service, network) = (Service::start(1 << 30, 1 << 40).unwrap(), Default::default());
+    let (one, two) = (Machine::start(6, &service, &network), Machine::start(7, &service, &network));
+    let machines = [&one, &two];
+    machines.iter().for_each(|machine| *machine.guest.reach.lock() = Reach::Sealed);
+    let ((near, a, a_peer), (far, b, b_peer)) = (one.node(), two.node());
+    all_operations(&a, &b, a_peer, b_peer);
+    all_operations(&b, &a, b_peer, a_peer);
+    assert_eq!([a.attachment(b_peer), b.attachment(a_peer)], [Attachment::Sealed; 2]);
+    drop((a, near, b, far));
+    machines.iter().for_each(|machine| machine.until(0));
+    for counters in service.counters() {
+        let others = counters.packets_out - counters.seal.packets_out;
+        assert!(counters.seal.packets_out > 100 && others < 20, "{counters:?}");
+        assert_eq!((counters.seal.clear, counters.seal.forged), (0, 0));
+    }
+    for machine in machines {
+        let engines = &machine.guest.engines;
+        assert!(engines.0.load(Ordering::Relaxed) > 0);
+        assert_eq!(engines.1.load(Ordering::Relaxed), 1, "the daemon forgets its sessions");
+    }
+    drop((one, two));
+    service.stop();
+}
+
+#[test]
+fn without_keys_a_guest_sends_nothing_and_the_log_says_why() {
+    let (service, network) = (Service::start(1 << 30, 1 << 40).unwrap(), Default::default());
+    let (one, two) = (Machine::start(8, &service, &network), Machine::start(9, &service, &network));
+    [&one, &two].iter().for_each(|machine| *machine.guest.reach.lock() = Reach::Stream);
+    let ((near, a, _), (far, b, b_peer)) = (one.node(), two.node());
+    a.send(b_peer, Span::EMPTY, None, 8).unwrap();
+    assert_eq!(a.wait(Some(PATIENCE)).unwrap().status, Status::Unreachable);
+    drop((a, near, b, far));
+    [&one, &two].iter().for_each(|machine| machine.until(0));
+    let notes = service.take_notes();
+    assert!(notes.iter().any(|(id, line)| *id == (9, 8) && line.contains("TLS stream")), "{notes:?}");
+    assert!(service.counters().iter().all(|counters| counters.packets_in == 0));
     drop((one, two));
     service.stop();
 }
