@@ -1,4 +1,4 @@
-"""The interconnect inside virtual machines whose hosts have a sealed link: vnetd's engine seals for them, as for containers."""
+"""The interconnect inside virtual machines whose hosts have a sealed link: vnetd's engine seals for them."""
 
 import re
 
