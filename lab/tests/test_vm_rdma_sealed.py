@@ -82,5 +82,13 @@ def test_on_one_host_packets_stay_in_clear_text(lab: Topology):
     assert_nothing_is_left(lab)
 
 
+def test_two_applications_of_one_machine_need_no_link(lab: Topology):
+    guest = lab.find("h1v1")
+    with guest_server(guest) as name:
+        seen = figures(machine.execute(guest, *command("client", name, "65536", "0.2"), timeout_s=BOOT_S))
+    assert seen["attachment"] == "daemon"
+    assert_nothing_is_left(lab)
+
+
 def test_every_frame_is_accounted_for(lab: Topology):
     assert_balanced(lab)

@@ -1,4 +1,4 @@
-//! Which sealed link leads from a container to another host's guest, and keys for applications at its two ends.
+//! Which sealed link leads from a container or virtual machine to another host's guest, and keys for applications at its two ends.
 
 use std::net::{IpAddr, SocketAddr, SocketAddrV4};
 use std::sync::Arc;
@@ -7,13 +7,14 @@ use vnet::dispatch::sealed_sessions::{Application, SealedSession, SealedSessions
 use vnet::frame::NetworkId;
 use vnet::link::{ApplicationKeys, Encapsulation};
 use vnet::route::{Flow, explain};
+use vnet::stats::DropReason;
 use vnet::wire::ethernet::Mac;
 use vnet::wire::sealed_datagram::SealedDatagram;
 
 use super::desired::{InterfaceSpec, LinkSpec, Target};
 use super::engine::Engine;
 
-/// How a container's frames to an address leave this host.
+/// How a guest's frames to an address leave this host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Way {
     /// By no sealed link.
@@ -26,14 +27,14 @@ pub enum Way {
     Several,
     /// To all ports: nobody has heard the address yet, or no rule applies.
     Unknown,
-    /// The container may not use its source address.
+    /// The guest may not use its source address.
     Foreign,
 }
 
-/// A container's packets to another station.
+/// A guest's packets to another station.
 #[derive(Clone, Copy, Debug)]
 pub struct Wayfarer<'a> {
-    /// Name of the container's interface.
+    /// Name of the guest's interface.
     pub interface: &'a str,
     /// MAC address of its device.
     pub mac: Mac,
@@ -58,7 +59,8 @@ impl Engine {
         let Some(spec) = interfaces.clone().find(|spec| spec.name == who.interface) else {
             return Way::Unknown;
         };
-        let has_source = |spec: &InterfaceSpec| spec.addresses.contains(&who.source);
+        let source = who.source.to_canonical();
+        let has_source = |spec: &InterfaceSpec| spec.addresses.iter().any(|own| own.to_canonical() == source);
         let is_others = interfaces.any(|other| other.network == spec.network && has_source(other));
         if !has_source(spec) && (spec.address_security || is_others) {
             return Way::Foreign;
@@ -70,7 +72,12 @@ impl Engine {
         };
         let flow = Flow { network: spec.network, src: who.mac, dst: who.to, from };
         let found = explain(&self.core.table(), self.core.learned(), &flow, self.core.now_ms());
-        let Ok(ports) = found.outcome else { return Way::Unknown };
+        let ports = match found.outcome {
+            Ok(ports) => ports,
+            // Between two applications of one machine: nothing leaves it.
+            Err(DropReason::Hairpin) if who.to == who.mac => return Way::Clear,
+            Err(_) => return Way::Unknown,
+        };
         let sealed = |target: &Target| self.sealed(target);
         match (&ports[..], ports.iter().filter_map(|port| targets.get(port)).find_map(sealed)) {
             (_, None) => Way::Clear,
@@ -173,9 +180,11 @@ mod tests {
         assert_eq!(way("c1", "10.0.0.1", 9), Way::Unknown, "flooded");
         assert_eq!(way("c1", "10.0.0.9", 2), Way::Sealed("h2".into()), "nobody else's address");
         assert_eq!(way("c1", "10.0.0.2", 2), Way::Foreign, "another container's address");
+        assert_eq!(way("c1", "::ffff:10.0.0.2", 2), Way::Foreign, "in another spelling");
         assert_eq!(way("c2", "10.0.0.9", 2), Way::Foreign, "none of its addresses");
         assert_eq!(way("c3", "10.0.0.2", 9), Way::Unknown, "no link carries its network");
         assert_eq!(way("gone", "10.0.0.1", 2), Way::Unknown);
+        assert_eq!(way("c1", "10.0.0.1", 1), Way::Clear, "its own address");
         let network = |id| NetworkId::new(id).unwrap();
         assert!(engine.has_sealed_links(None) && engine.has_sealed_links(Some(&[network(1)])));
         assert!(!engine.has_sealed_links(Some(&[network(7)])));

@@ -10,7 +10,7 @@
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use vnet::dispatch::sealed_sessions::{Application, SealedSessions};
 use vnet::frame::NetworkId;
@@ -28,10 +28,17 @@ use crate::shared::Shared;
 /// How long the question of a container waits while the engine is changed. The application asks again.
 const PATIENCE: Duration = Duration::from_millis(100);
 
+/// Maximum number of questions about peers of virtual machines that are looked into in a second, as for containers. Beyond, engines are told to
+/// ask again.
+const LOOKUPS_PER_S: u32 = 1000;
+
 /// Answers the questions of applications.
 pub struct KeyKeeper {
     shared: Shared,
-    patience: Duration,
+    /// `None`: it never waits.
+    patience: Option<Duration>,
+    /// The current second, and the number of questions about peers of virtual machines in it.
+    looked_up: (Option<Instant>, u32),
     /// The sessions of the core; `None` before there is one.
     sessions: Option<Arc<SealedSessions>>,
 }
@@ -51,20 +58,33 @@ struct Found {
 impl KeyKeeper {
     /// For containers.
     pub fn new(shared: &Shared) -> KeyKeeper {
-        KeyKeeper { shared: shared.clone(), patience: PATIENCE, sessions: None }
+        let looked_up = (None, 0);
+        KeyKeeper { shared: shared.clone(), patience: Some(PATIENCE), looked_up, sessions: None }
     }
 
     /// For virtual machines: never waits, because the thread that asks passes their bells, too.
     pub fn of_guests(shared: &Shared) -> KeyKeeper {
-        KeyKeeper { patience: Duration::ZERO, ..KeyKeeper::new(shared) }
+        KeyKeeper { patience: None, ..KeyKeeper::new(shared) }
     }
 
     fn with<T>(&self, task: impl FnOnce(&Engine) -> T) -> Option<T> {
-        self.shared.try_lock_for(self.patience)?.as_ref().map(task)
+        let engine = match self.patience {
+            Some(patience) => self.shared.try_lock_for(patience),
+            None => self.shared.try_lock(),
+        };
+        engine?.as_ref().map(task)
     }
 
     /// The sealed link by which packets from an interface reach a station.
-    fn find_from(&self, interface: &str, stations: &Stations) -> Result<Found, Reach> {
+    fn find_from(&mut self, interface: &str, stations: &Stations) -> Result<Found, Reach> {
+        let now = Instant::now();
+        match &mut self.looked_up {
+            (Some(since), count) if now.saturating_duration_since(*since).as_secs() == 0 => *count += 1,
+            other => *other = (Some(now), 1),
+        }
+        if self.looked_up.1 > LOOKUPS_PER_S {
+            return Err(Reach::NotYet);
+        }
         let (source, mac) = stations.own;
         let next = stations.peer.map_or(Next::Unknown, |mac| Next::Destination(Mac(mac)));
         self.with(|engine| {
@@ -73,13 +93,14 @@ impl KeyKeeper {
             }
             let mut specs = engine.current().interfaces.iter().map(|item| &item.spec);
             let spec = specs.find(|spec| spec.name == interface).ok_or(Reach::NotYet)?;
-            sealed_link(engine, spec, (source, Mac(mac)), next)
+            // The guest says which MAC address it has, unless the configuration does.
+            sealed_link(engine, spec, (source, spec.mac.unwrap_or(Mac(mac))), next)
         })
         .unwrap_or(Err(Reach::NotYet))
     }
 
     /// How packets from an interface reach a station.
-    pub fn reach_from(&self, interface: &str, stations: &Stations) -> Reach {
+    pub fn reach_from(&mut self, interface: &str, stations: &Stations) -> Reach {
         self.find_from(interface, stations).map_or_else(|reach| reach, |_| Reach::Sealed)
     }
 

@@ -20,8 +20,9 @@ const TRAIN_BYTES_MAX: usize = 64_900;
 const TRAIN_PACKETS_MAX: usize = 64;
 /// Peers whose MAC addresses are known. Beyond, all are asked for again.
 const NEIGHBOURS_MAX: usize = 4096;
-/// How often the virtual machine is asked for the MAC address of one peer.
+/// How often the virtual machine is asked for the MAC address of one peer: until it is known, and afterwards.
 const ASK_EVERY: Duration = Duration::from_millis(20);
+const FRESH: Duration = Duration::from_secs(1);
 
 /// A frame of a virtual machine's interface, with work that is left to the network card.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -54,36 +55,41 @@ pub trait Datagrams: Send {
     fn mtu(&self) -> usize;
 }
 
-/// MAC addresses of peers, as the virtual machine and received frames tell.
+/// MAC addresses of peers, as the virtual machine's kernel knows them. What arrives in frames is no source: whoever sends a datagram in a peer's
+/// name would get what goes to it.
 #[derive(Default)]
 pub(crate) struct Neighbours {
-    known: HashMap<IpAddr, MacAddress>,
+    known: HashMap<IpAddr, (MacAddress, Instant)>,
     asked: HashMap<IpAddr, Instant>,
 }
 
 impl Neighbours {
-    pub(crate) fn learn(&mut self, ip: IpAddr, mac: MacAddress) {
+    pub(crate) fn learn(&mut self, ip: IpAddr, mac: MacAddress, now: Instant) {
         if self.known.len() >= NEIGHBOURS_MAX && !self.known.contains_key(&ip) {
             self.known.clear();
         }
-        self.known.insert(ip, mac);
+        self.known.insert(ip, (mac, now));
         self.asked.remove(&ip);
     }
 
     /// The MAC address of a peer, if it is known.
     pub(crate) fn known(&self, ip: IpAddr) -> Option<MacAddress> {
-        self.known.get(&ip).copied()
+        self.known.get(&ip).map(|(mac, _)| *mac)
     }
 
-    /// Whether to ask for this address now.
-    fn may_ask(&mut self, ip: IpAddr, now: Instant) -> bool {
+    /// Whether to ask for this address now: it is not known, or it was told so long ago that it may have changed.
+    fn asks(&mut self, ip: IpAddr, now: Instant) -> bool {
+        let is_fresh = |(_, at): &(MacAddress, Instant)| now.saturating_duration_since(*at) < FRESH;
+        if self.known.get(&ip).is_some_and(is_fresh) {
+            return false;
+        }
         if self.asked.len() >= NEIGHBOURS_MAX {
             self.asked.clear();
         }
-        let asked = self.asked.insert(ip, now);
-        let is_due = asked.is_none_or(|at| now.saturating_duration_since(at) >= ASK_EVERY);
-        if let (false, Some(at)) = (is_due, asked) {
-            self.asked.insert(ip, at);
+        let pause = if self.known.contains_key(&ip) { FRESH } else { ASK_EVERY };
+        let is_due = self.asked.get(&ip).is_none_or(|at| now.saturating_duration_since(*at) >= pause);
+        if is_due {
+            self.asked.insert(ip, now);
         }
         is_due
     }
@@ -135,7 +141,6 @@ impl GuestPort {
             if datagram.to != self.address {
                 continue;
             }
-            self.neighbours.lock().learn(datagram.from.ip(), datagram.from_mac);
             self.received = frame.bytes;
             let bytes = &mut self.received[datagram.payload];
             let segment = if frame.segment > 0 { frame.segment.into() } else { bytes.len().max(1) };
@@ -188,13 +193,14 @@ impl GuestPort {
     fn flush(&mut self) {
         let train = std::mem::take(&mut self.train);
         let Some(to) = train.to else { return };
-        let known = self.neighbours.lock().known(to.ip());
-        let Some(to_mac) = known else {
-            if self.neighbours.lock().may_ask(to.ip(), Instant::now()) {
-                (self.ask)(to.ip());
-            }
-            return;
+        let (known, asks) = {
+            let mut neighbours = self.neighbours.lock();
+            (neighbours.known(to.ip()), neighbours.asks(to.ip(), Instant::now()))
         };
+        if asks {
+            (self.ask)(to.ip());
+        }
+        let Some(to_mac) = known else { return };
         let (at, mut bytes) = (headers_to(to), train.bytes);
         let ends = Ends { from: self.address, from_mac: self.mac, to, to_mac };
         let headers = Headers::new(&ends, bytes.len() - at);
@@ -276,5 +282,26 @@ impl Carrier {
             Carrier::Socket(socket) => socket.as_fd(),
             Carrier::Guest(port) => port.datagrams.as_fd(),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_peer_is_asked_for_until_it_is_known_and_then_once_a_second() {
+        let (mut neighbours, start) = (Neighbours::default(), Instant::now());
+        let ip: IpAddr = "10.0.0.2".parse().unwrap();
+        let asked = |neighbours: &mut Neighbours, from: u64, to: u64| {
+            (from..to).filter(|ms| neighbours.asks(ip, start + Duration::from_millis(*ms))).count()
+        };
+        assert_eq!(asked(&mut neighbours, 0, 100), 5);
+        neighbours.learn(ip, [2; 6], start + Duration::from_millis(100));
+        assert_eq!(asked(&mut neighbours, 100, 1_100), 0);
+        assert_eq!(asked(&mut neighbours, 1_100, 3_100), 2);
+        assert_eq!(neighbours.known(ip), Some([2; 6]), "until another is told");
+        neighbours.learn(ip, [4; 6], start + Duration::from_millis(3_100));
+        assert_eq!(neighbours.known(ip), Some([4; 6]));
     }
 }

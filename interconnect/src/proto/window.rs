@@ -25,6 +25,8 @@ const TIMEOUT_MAX_NS: u64 = 200_000_000;
 const TIMEOUT_LOSSLESS_NS: u64 = 200_000_000;
 /// Retransmission timeout before the first round-trip measurement.
 const TIMEOUT_FIRST_NS: u64 = 20_000_000;
+/// Interval at which a round trip is measured while nobody waits for acknowledgements.
+const ROUND_TRIP_EVERY_NS: u64 = 1_000_000;
 const CONGESTION_WINDOW_FIRST: u64 = 128 << 10;
 /// Minimum congestion window: one datagram of the maximum size.
 const CONGESTION_WINDOW_MIN: u64 = 64 << 10;
@@ -81,6 +83,8 @@ pub(super) struct Window<W> {
     timeouts: u32,
     progress_at: u64,
     round_trip: RoundTrip,
+    /// When the last packet was sent that is acknowledged at once.
+    soon_at: Option<u64>,
     congestion: Congestion,
     /// Number of retransmitted packets.
     pub(super) resent: u64,
@@ -103,6 +107,7 @@ impl<W: Copy> Window<W> {
             timeouts: 0,
             progress_at: 0,
             round_trip: RoundTrip::default(),
+            soon_at: None,
             congestion: Congestion::new(window_max),
             resent: 0,
         }
@@ -165,6 +170,9 @@ impl<W: Copy> Window<W> {
         if self.packets.is_empty() {
             (self.timer_from, self.progress_at) = (now, now);
         }
+        if soon {
+            self.soon_at = Some(now);
+        }
         if self.flying_bytes == 0 && self.lost.is_empty() {
             // Only stream packets were in flight.
             (self.timer_from, self.timeouts) = (now, 0);
@@ -184,6 +192,11 @@ impl<W: Copy> Window<W> {
             by_stream: false,
         });
         self.first + self.packets.len() as u64 - 1
+    }
+
+    /// Whether no packet that is acknowledged at once was sent for a while: round trips are measured with such packets only.
+    pub(super) fn wants_round_trip(&self, now: u64) -> bool {
+        self.soon_at.is_none_or(|at| now.saturating_sub(at) >= ROUND_TRIP_EVERY_NS)
     }
 
     /// A stream was opened.

@@ -15,7 +15,7 @@ use rustix::net::{Shutdown, shutdown};
 
 use super::doorbell::Doorbell;
 use super::nic::Nic;
-use super::questions::{Asked, Questions};
+use super::questions::Questions;
 use super::wire::{Body, Message, OWN, PAGE, QUEUES, QUEUES_BYTES, RUNS_MAX, Run, ShareState, Token};
 use crate::daemon::carrier::{GuestPort, Neighbours};
 use crate::daemon::lent::Inbox;
@@ -91,10 +91,6 @@ pub struct GuestHost {
     opened: Option<(Instant, u32)>,
     /// When revocations were looked for last.
     looked_at: Option<Instant>,
-    /// Questions of its engines.
-    asked: Asked,
-    /// When questions are answered again.
-    answers_at: Option<Instant>,
 }
 
 impl GuestHost {
@@ -104,9 +100,7 @@ impl GuestHost {
     /// No random numbers.
     pub fn new(nic: Arc<dyn Nic>, service: Service, id: ContainerId) -> io::Result<Self> {
         let random = ChaCha20Rng::from_seed(random()?);
-        let (attachments, asked) = (vec![], Asked::default());
-        let (opened, looked_at, answers_at) = (None, None, None);
-        Ok(Self { nic, service, id, attachments, random, opened, looked_at, asked, answers_at })
+        Ok(Self { nic, service, id, attachments: vec![], random, opened: None, looked_at: None })
     }
 
     /// Takes a control frame of the guest. `share` is what its processes get, or why they may not be served.
@@ -152,7 +146,7 @@ impl GuestHost {
                     running.bell.say(&crate::ring::Word::Ring);
                 }
             }
-            Body::Neighbour(ip, mac) => known.neighbours.lock().learn(ip, mac),
+            Body::Neighbour(ip, mac) => known.neighbours.lock().learn(ip, mac, now),
             _ => {}
         }
     }
@@ -213,7 +207,9 @@ impl GuestHost {
         if bind.port() < PORT_MIN {
             return Err(Decline::Port);
         }
-        if bind.ip().is_unspecified() || bind.ip().is_multicast() {
+        // An IPv4 address in IPv6 form would be another spelling of an address that belongs to somebody else.
+        let is_mapped = bind.ip().to_canonical() != bind.ip();
+        if bind.ip().is_unspecified() || bind.ip().is_multicast() || is_mapped {
             return Err(Decline::Address(libc::EADDRNOTAVAIL));
         }
         self.nic.open(bind).map_err(|error| match error.kind() {
@@ -311,7 +307,7 @@ impl GuestHost {
         let mut name = Token::default();
         self.random.fill_bytes(&mut name);
         let (nic, neighbours) = (Arc::clone(&self.nic), Arc::clone(&known.neighbours));
-        let questions = Questions { nic, socket, name, own: address, neighbours, has_keys: false };
+        let questions = Questions::new(nic, socket, name, address, neighbours);
         known.lent.push(Arc::downgrade(queues));
         known.running = Some(Running { bell: Bell::new(bell), leash, questions });
         Ok(true)
@@ -336,11 +332,8 @@ impl GuestHost {
     /// Descriptors that are readable when engines ring, ask or end.
     pub fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         let running = self.attachments.iter().filter_map(|known| known.running.as_ref());
-        let is_heard = self.answers_at.is_none();
-        running.flat_map(move |running| {
-            let questions = is_heard.then(|| running.questions.as_fd());
-            [running.bell.descriptor()].into_iter().chain(questions)
-        })
+        running
+            .flat_map(|running| [running.bell.descriptor()].into_iter().chain(running.questions.descriptor()))
     }
 
     /// Passes rings on and looks for what has ended. Returns when to call again at the latest.
@@ -352,9 +345,7 @@ impl GuestHost {
         self.looked_at = if looks { Some(now) } else { self.looked_at };
         for known in &mut self.attachments {
             known.listen();
-            if let Some(running) = &mut known.running {
-                running.questions.answer(now, &mut self.asked);
-            }
+            let answers_at = known.running.as_mut().and_then(|running| running.questions.answer(now));
             let is_silent = now.saturating_duration_since(known.heard_at) > LEASE;
             let is_revoked =
                 looks && known.lent.iter().filter_map(Weak::upgrade).any(|lent| lent.is_revoked());
@@ -372,14 +363,12 @@ impl GuestHost {
                 self.nic.tell(&Message { attachment, token, body: ring }.encode(OWN, known.mac));
             }
             let ring = known.doorbell.due_at(now).filter(|_| !known.is_closing);
-            next = [next, ring, Some(look_at)].into_iter().flatten().min();
+            next = [next, ring, answers_at, Some(look_at)].into_iter().flatten().min();
         }
         self.attachments.retain(|known| !gone.iter().any(|(_, (number, _))| *number == known.number));
         for (mac, names) in gone {
             self.tell(mac, names, Body::Closed);
         }
-        self.answers_at = self.asked.next_at(now);
-        next = [next, self.answers_at].into_iter().flatten().min();
         next.filter(|_| !self.attachments.is_empty())
     }
 }

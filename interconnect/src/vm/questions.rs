@@ -17,72 +17,85 @@ use crate::daemon::MacAddress;
 use crate::daemon::carrier::Neighbours;
 use crate::meeting::{Message, Reach};
 
-/// Questions of one guest that are answered in a second. Each looks up a route; a hostile guest has its engines ask about any number of
-/// peers.
-const QUESTIONS_PER_S: u32 = 200;
-
-/// How much one guest has asked in this second.
-#[derive(Default)]
-pub(super) struct Asked(Option<(Instant, u32)>);
-
-impl Asked {
-    /// When the next question is answered, if not now.
-    pub(super) fn next_at(&self, now: Instant) -> Option<Instant> {
-        let (since, count) = self.0?;
-        let end = since + Duration::from_secs(1);
-        (count >= QUESTIONS_PER_S && now < end).then_some(end)
-    }
-
-    fn count(&mut self, now: Instant) {
-        match &mut self.0 {
-            Some((since, count)) if now.saturating_duration_since(*since).as_secs() == 0 => *count += 1,
-            other => *other = Some((now, 1)),
-        }
-    }
-}
+/// Questions of one engine that are answered in a second, as of a process in a container. Each looks up a route; a hostile guest has its engines ask about
+/// any number of peers.
+const QUESTIONS_PER_S: u32 = 100;
 
 /// The questions of one engine.
 pub(super) struct Questions {
-    pub(super) nic: Arc<dyn Nic>,
-    pub(super) socket: OwnedFd,
+    nic: Arc<dyn Nic>,
+    socket: OwnedFd,
     /// Name of the engine.
-    pub(super) name: Token,
+    name: Token,
     /// The guest's address, which is the engine's.
-    pub(super) own: (SocketAddr, MacAddress),
-    pub(super) neighbours: Arc<Mutex<Neighbours>>,
+    own: (SocketAddr, MacAddress),
+    neighbours: Arc<Mutex<Neighbours>>,
     /// The engine got keys.
-    pub(super) has_keys: bool,
+    has_keys: bool,
+    /// The current second, and how much was asked in it.
+    second: (Option<Instant>, u32),
+    /// When questions are answered again, if not now.
+    answers_at: Option<Instant>,
 }
 
 impl Questions {
-    /// Answers what has been asked, as far as the guest's bound allows it.
-    pub(super) fn answer(&mut self, now: Instant, asked: &mut Asked) {
-        while asked.next_at(now).is_none() {
-            let mut bytes = [0; Message::BYTES_MAX];
-            let message = match recv(&self.socket, &mut bytes, RecvFlags::DONTWAIT) {
-                // Nothing, or the engine has ended: its bell says that.
-                Err(_) | Ok((0, _)) => return,
-                Ok((len, _)) => Message::decode(&bytes[..len]),
-            };
-            asked.count(now);
-            let answer = match message {
-                Some(Message::Reach(question)) => {
-                    Message::Reached(question.peer, self.nic.reach(&self.stations(question.peer)))
-                }
-                Some(Message::Key(request)) => {
-                    let stations = self.stations(request.between.peer);
-                    let keys = self.nic.keys(self.name, &stations, &request);
-                    self.has_keys |= keys.is_ok();
-                    // Only keys say that.
-                    let keys = keys.map_err(|why| if why == Reach::Sealed { Reach::NotYet } else { why });
-                    Message::Keys(request.ticket, keys)
-                }
-                _ => continue,
-            };
-            let (bytes, len) = answer.encode();
-            // An engine that reads no answers asks again.
-            let _ = send(&self.socket, &bytes[..len], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+    pub(super) fn new(
+        nic: Arc<dyn Nic>,
+        socket: OwnedFd,
+        name: Token,
+        own: (SocketAddr, MacAddress),
+        neighbours: Arc<Mutex<Neighbours>>,
+    ) -> Self {
+        Self { nic, socket, name, own, neighbours, has_keys: false, second: (None, 0), answers_at: None }
+    }
+
+    /// Answers what has been asked. Returns when to call again, if questions beyond the bound may wait.
+    pub(super) fn answer(&mut self, now: Instant) -> Option<Instant> {
+        const SECOND: Duration = Duration::from_secs(1);
+        let since = self.second.0.filter(|since| now.saturating_duration_since(*since) < SECOND);
+        if since.is_none() {
+            self.second = (Some(now), 0);
         }
+        self.answers_at = None;
+        while let Some(message) = self.hear() {
+            self.reply(message);
+            self.second.1 += 1;
+            if self.second.1 >= QUESTIONS_PER_S {
+                self.answers_at = self.second.0.map(|since| since + SECOND);
+                break;
+            }
+        }
+        self.answers_at
+    }
+
+    /// The next question, if there is one; `Some(None)`: nonsense.
+    fn hear(&self) -> Option<Option<Message>> {
+        let mut bytes = [0; Message::BYTES_MAX];
+        match recv(&self.socket, &mut bytes, RecvFlags::DONTWAIT) {
+            // Nothing, or the engine has ended: its bell says that.
+            Err(_) | Ok((0, _)) => None,
+            Ok((len, _)) => Some(Message::decode(&bytes[..len])),
+        }
+    }
+
+    fn reply(&mut self, message: Option<Message>) {
+        let answer = match message {
+            Some(Message::Reach(question)) => {
+                Message::Reached(question.peer, self.nic.reach(&self.stations(question.peer)))
+            }
+            Some(Message::Key(request)) => {
+                let stations = self.stations(request.between.peer);
+                let keys = self.nic.keys(self.name, &stations, &request);
+                self.has_keys |= keys.is_ok();
+                // Only keys say that.
+                let keys = keys.map_err(|why| if why == Reach::Sealed { Reach::NotYet } else { why });
+                Message::Keys(request.ticket, keys)
+            }
+            _ => return,
+        };
+        let (bytes, len) = answer.encode();
+        // The engine reads answers before it asks more than the socket holds.
+        let _ = send(&self.socket, &bytes[..len], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
     }
 
     fn stations(&self, peer: SocketAddr) -> Stations {
@@ -90,9 +103,9 @@ impl Questions {
         Stations { own: (own.ip(), mac), peer: self.neighbours.lock().known(peer.ip()) }
     }
 
-    /// Readable when the engine has asked.
-    pub(super) fn as_fd(&self) -> BorrowedFd<'_> {
-        self.socket.as_fd()
+    /// Readable when the engine has asked. `None`: its questions wait.
+    pub(super) fn descriptor(&self) -> Option<BorrowedFd<'_>> {
+        self.answers_at.is_none().then(|| self.socket.as_fd())
     }
 }
 
@@ -123,15 +136,10 @@ mod tests {
         let engine = Guest::on(engine);
         let neighbours = Arc::<Mutex<Neighbours>>::default();
         let [own, peer] = ["10.0.0.1:7000", "10.0.0.2:7001"].map(|at| at.parse::<SocketAddr>().unwrap());
-        let mut questions = Questions {
-            nic: Arc::new(nic.clone()),
-            socket,
-            name: [1; 16],
-            own: (own, nic.mac),
-            neighbours: Arc::clone(&neighbours),
-            has_keys: false,
-        };
-        let (now, mut asked) = (Instant::now(), Asked::default());
+        let own_ends = (own, nic.mac);
+        let mut questions =
+            Questions::new(Arc::new(nic.clone()), socket, [1; 16], own_ends, Arc::clone(&neighbours));
+        let now = Instant::now();
         let between = Question { own, peer };
         let reach = Message::Reach(between);
         let (nonce, peer_nonce) = ([1; 16], [2; 16]);
@@ -145,25 +153,24 @@ mod tests {
         });
         let mut ask = |message, now| {
             assert!(engine.say(message));
-            questions.answer(now, &mut asked);
-            engine.receive().unwrap()
+            let answers_at = questions.answer(now);
+            assert_eq!(questions.descriptor().is_some(), answers_at.is_none());
+            (engine.receive().unwrap(), answers_at)
         };
-        assert!(
-            matches!(ask(reach, now), Some(Heard::Reached(at, Reach::NotYet)) if at == peer),
-            "no MAC address"
-        );
-        assert!(matches!(ask(key, now), Some(Heard::Keys(7, Err(Reach::NotYet)))));
-        assert!(ask(Message::Named([0; 16]), now).is_none());
-        neighbours.lock().learn(peer.ip(), [2; 6]);
-        assert!(matches!(ask(reach, now), Some(Heard::Reached(_, Reach::Sealed))));
-        assert!(matches!(ask(key, now), Some(Heard::Keys(7, Ok(_)))));
-        let answered = (0..2 * QUESTIONS_PER_S).take_while(|_| ask(reach, now).is_some()).count();
-        assert_eq!(answered, QUESTIONS_PER_S as usize - 5);
-        let later = asked.next_at(now).unwrap();
-        assert_eq!(later, now + Duration::from_secs(1));
-        assert!(asked.next_at(later).is_none());
-        questions.answer(later, &mut asked);
-        assert!(engine.receive().unwrap().is_some(), "the last question waited");
+        assert!(matches!(ask(reach, now), (Some(Heard::Reached(at, Reach::NotYet)), None) if at == peer));
+        assert!(matches!(ask(key, now).0, Some(Heard::Keys(7, Err(Reach::NotYet)))), "no MAC address");
+        assert!(ask(Message::Named([0; 16]), now).0.is_none());
+        neighbours.lock().learn(peer.ip(), [2; 6], now);
+        assert!(matches!(ask(reach, now).0, Some(Heard::Reached(_, Reach::Sealed))));
+        assert!(matches!(ask(key, now).0, Some(Heard::Keys(7, Ok(_)))));
+        let others: Vec<_> = (5..QUESTIONS_PER_S).map(|_| ask(reach, now)).collect();
+        assert!(others.iter().all(|(answer, _)| answer.is_some()));
+        let later = now + Duration::from_secs(1);
+        assert_eq!(others.last().and_then(|(_, at)| *at), Some(later));
+        assert_eq!(questions.answer(later), None);
+        assert!(engine.say(reach));
+        assert_eq!(questions.answer(later), None);
+        assert!(engine.receive().unwrap().is_some());
         assert_eq!(nic.engines.1.load(Ordering::Relaxed), 0);
         drop(questions);
         assert_eq!(nic.engines.1.load(Ordering::Relaxed), 1);

@@ -10,7 +10,7 @@
 use std::net::SocketAddr;
 
 use super::super::channel::{
-    Channel, FETCHING_MAX, Flow, Form, Numbers, Op, Serve, WRITES_OFFERED_MAX, What,
+    Channel, FETCHING_MAX, Flow, Form, Numbers, Op, Reports, Serve, WRITES_OFFERED_MAX, What,
 };
 use super::super::memory::Span;
 use super::super::status::Status;
@@ -213,9 +213,18 @@ impl Engine {
         let cut = self.next_cut(now, number)?;
         let is_last_for_now = self.charge(now, &cut);
         let channel = self.channels.get_mut(number)?;
-        let is_data = matches!(cut.what, What::Data { .. } | What::Eager { .. } | What::Offer { .. });
+        let is_awaited = match cut.what {
+            What::Data { .. } | What::Offer { .. } => true,
+            // Nobody waits for the end of a buffered or quiet operation: its acknowledgement can travel with the peer's answer.
+            What::Eager { op, .. } => {
+                let is_reported = self.ops.get(op).is_some_and(|op| op.reports == Reports::Any);
+                is_reported || channel.window.wants_round_trip(now)
+            }
+            _ => false,
+        };
         let bytes = Header::len(&cut.body, false) + cut.payload.len();
-        let soon = channel.window.is_half_full() || is_data && (is_last_for_now || channel.is_last_of_all());
+        let soon =
+            channel.window.is_half_full() || is_awaited && (is_last_for_now || channel.is_last_of_all());
         let psn = channel.window.send(now, cut.what, bytes, soon);
         if cut.by_stream {
             channel.window.put_into_stream();

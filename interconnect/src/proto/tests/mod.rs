@@ -1,5 +1,6 @@
 //! Tests that run engines against each other with a simulated clock and a simulated network.
 
+mod answers;
 mod cases;
 mod goodput;
 mod hostile;
