@@ -11,6 +11,7 @@
 //! Each sleeping thread wakes for the engine's next timer. A call that starts an earlier timer wakes a thread that would sleep
 //! beyond it (`rouse`), and a call that receives packets for other endpoints wakes the threads that wait there (`signal`).
 
+mod busy_peer;
 mod endpoint;
 mod local;
 mod name;
@@ -18,6 +19,7 @@ pub(crate) mod notice;
 pub(crate) mod pages;
 pub(crate) mod socket;
 mod streams;
+mod udp;
 mod wire;
 
 use std::io;
@@ -299,7 +301,8 @@ impl Shared {
                 break;
             }
         }
-        let Inner { engine, local, seal, streams, .. } = inner;
+        let Inner { engine, wire, local, seal, streams, .. } = inner;
+        wire.settle(local);
         arrived |= streams.progress(engine, local, seal, now);
         local.tend(engine, seal, now);
         inner.settle_sessions();
@@ -526,6 +529,15 @@ impl Node {
     /// Returns the counters of sealing.
     pub fn seal_counters(&self) -> SealCounters {
         self.shared.inner.lock().seal.counters()
+    }
+
+    /// The peer with a socket of its own.
+    #[cfg(test)]
+    fn busy_peer(&self) -> Option<SocketAddr> {
+        match &self.shared.inner.lock().wire {
+            Wire::Udp(socket) => socket.busy_peer(),
+            Wire::Ethernet(_) => None,
+        }
     }
 
     /// Opens the endpoint with this number, or with the first free number.

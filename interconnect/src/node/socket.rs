@@ -6,6 +6,8 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::ptr;
 
+use super::busy_peer::{BusyPeer, Change};
+use super::udp::prepare;
 use crate::proto::{Departure, Span};
 use crate::seal::{OVERHEAD, Session};
 
@@ -18,10 +20,7 @@ const TRAIN_BYTES_MAX: usize = 64_900;
 const COPIED_MAX: usize = 128;
 /// Maximum size of a coalesced datagram (`UDP_GRO`).
 const RECEIVE_BYTES: usize = 65_536;
-/// Size of both socket buffers in bytes; without CAP_NET_ADMIN the kernel limits it to `net.core.rmem_max` and `wmem_max`.
-const SOCKET_BUFFER: libc::c_int = 8 << 20;
-/// ECN code points of RFC 3168: ECN-capable transport, and "congestion experienced".
-const ECN_CAPABLE: libc::c_int = 2;
+/// ECN code point of RFC 3168: "congestion experienced".
 const ECN_CONGESTION: u8 = 3;
 const CONTROL_BYTES: usize = 128;
 
@@ -31,6 +30,7 @@ struct Control([u8; CONTROL_BYTES]);
 
 pub(crate) struct Socket {
     socket: UdpSocket,
+    busy: BusyPeer,
     buffer: Vec<u8>,
     train: Train,
     /// Number of datagrams that the kernel refused.
@@ -44,6 +44,14 @@ pub(crate) struct Received<'a> {
     /// Size of each packet except the last.
     pub(crate) segment: usize,
     pub(crate) congestion: bool,
+}
+
+/// What was received into the buffer, as in `Received`.
+struct Taken {
+    from: SocketAddr,
+    len: usize,
+    segment: usize,
+    congestion: bool,
 }
 
 struct Train {
@@ -67,23 +75,7 @@ impl Socket {
 
     /// Prepares a bound socket.
     pub(crate) fn new(socket: UdpSocket) -> io::Result<Self> {
-        let address = socket.local_addr()?;
-        let fd = socket.as_raw_fd();
-        for (force, plain) in
-            [(libc::SO_RCVBUFFORCE, libc::SO_RCVBUF), (libc::SO_SNDBUFFORCE, libc::SO_SNDBUF)]
-        {
-            set(fd, libc::SOL_SOCKET, force, SOCKET_BUFFER)
-                .or_else(|_| set(fd, libc::SOL_SOCKET, plain, SOCKET_BUFFER))?;
-        }
-        // Older kernels without these options send and receive packets one by one.
-        let _ = set(fd, libc::SOL_UDP, libc::UDP_GRO, 1);
-        if address.is_ipv4() {
-            let _ = set(fd, libc::IPPROTO_IP, libc::IP_RECVTOS, 1);
-            let _ = set(fd, libc::IPPROTO_IP, libc::IP_TOS, ECN_CAPABLE);
-        } else {
-            let _ = set(fd, libc::IPPROTO_IPV6, libc::IPV6_RECVTCLASS, 1);
-            let _ = set(fd, libc::IPPROTO_IPV6, libc::IPV6_TCLASS, ECN_CAPABLE);
-        }
+        prepare(&socket)?;
         let train = Train {
             to: None,
             heads: vec![],
@@ -93,7 +85,7 @@ impl Socket {
             bytes: 0,
             is_closed: false,
         };
-        Ok(Self { socket, buffer: vec![0; RECEIVE_BYTES], train, refused: 0 })
+        Ok(Self { socket, busy: BusyPeer::default(), buffer: vec![0; RECEIVE_BYTES], train, refused: 0 })
     }
 
     pub(super) fn address(&self) -> io::Result<SocketAddr> {
@@ -120,48 +112,44 @@ impl Socket {
         if result == 0 { bytes as usize / 4 } else { 64 << 10 }
     }
 
-    /// Receives a datagram without blocking.
-    pub(crate) fn receive(&mut self) -> Option<Received<'_>> {
-        // SAFETY: both are plain C structures, for which zero bytes are valid.
-        let (mut name, mut message) =
-            unsafe { (zeroed::<libc::sockaddr_storage>(), zeroed::<libc::msghdr>()) };
-        let mut control = Control([0; CONTROL_BYTES]);
-        let mut vector =
-            libc::iovec { iov_base: self.buffer.as_mut_ptr().cast(), iov_len: self.buffer.len() };
-        message.msg_name = ptr::from_mut(&mut name).cast();
-        message.msg_namelen = size_of::<libc::sockaddr_storage>() as u32;
-        message.msg_iov = &mut vector;
-        message.msg_iovlen = 1;
-        message.msg_control = control.0.as_mut_ptr().cast();
-        message.msg_controllen = CONTROL_BYTES;
-        let fd = self.socket.as_raw_fd();
-        // SAFETY: name, control buffer and vector outlive the call and have the lengths that the message header states. libc's own
-        // function would make the call a cancellation point, which takes a twentieth of the time of one that finds nothing.
-        let len =
-            unsafe { libc::syscall(libc::SYS_recvmsg, fd, ptr::from_mut(&mut message), libc::MSG_DONTWAIT) };
-        let len = usize::try_from(len).ok()?;
-        let (mut segment, mut congestion) = (len, false);
-        // SAFETY: the kernel filled the message header; CMSG_FIRSTHDR reads only its control part.
-        let mut header = unsafe { libc::CMSG_FIRSTHDR(&message) };
-        while !header.is_null() {
-            // SAFETY: the header and the data that its length covers lie within `control`; the kernel sends an int with UDP_GRO
-            // and IPV6_TCLASS, and a byte with IP_TOS.
-            unsafe {
-                let data = libc::CMSG_DATA(header);
-                match ((*header).cmsg_level, (*header).cmsg_type) {
-                    (libc::SOL_UDP, libc::UDP_GRO) => {
-                        segment = data.cast::<libc::c_int>().read_unaligned() as usize
-                    }
-                    (libc::IPPROTO_IP, libc::IP_TOS) | (libc::IPPROTO_IPV6, libc::IPV6_TCLASS) => {
-                        congestion = *data & 3 == ECN_CONGESTION;
-                    }
-                    _ => {}
+    /// Gives the busiest peer a socket of its own, or takes it away, as what arrived has shown. `watch` begins to watch a descriptor for
+    /// arrivals (true), or ends that.
+    pub(super) fn settle(&mut self, watch: impl Fn(BorrowedFd<'_>, bool) -> io::Result<()>) {
+        match self.busy.change() {
+            None => {}
+            Some(Change::Open(peer)) => {
+                self.busy.open(&self.socket, peer, |socket| watch(socket.as_fd(), true));
+            }
+            Some(Change::Close) => {
+                if let Some(socket) = self.busy.close() {
+                    // It only fails for what is not watched.
+                    let _ = watch(socket.as_fd(), false);
                 }
-                header = libc::CMSG_NXTHDR(&message, header);
             }
         }
-        let from = from_raw(&name)?;
-        Some(Received { from, bytes: &mut self.buffer[..len], segment: segment.max(1), congestion })
+    }
+
+    #[cfg(test)]
+    pub(super) fn busy_peer(&self) -> Option<SocketAddr> {
+        self.busy.peer()
+    }
+
+    /// Receives a datagram without blocking. At times it finds none although one is there: the next look does.
+    pub(crate) fn receive(&mut self) -> Option<Received<'_>> {
+        let (node, peer) = (self.socket.as_raw_fd(), self.busy.socket().map(AsRawFd::as_raw_fd));
+        let looks_at_others = self.busy.looks_at_others();
+        // Others come first in their turn, so that a busy peer keeps nobody waiting.
+        let mut taken = if looks_at_others { receive_by(node, &mut self.buffer) } else { None };
+        match (&taken, peer) {
+            (Some(other), _) => self.busy.heard_other(other.from),
+            (None, Some(peer)) => {
+                taken = receive_by(peer, &mut self.buffer);
+                taken.iter().for_each(|_| self.busy.heard());
+            }
+            (None, None) => {}
+        }
+        let Taken { from, len, segment, congestion } = taken?;
+        Some(Received { from, bytes: &mut self.buffer[..len], segment, congestion })
     }
 
     /// Queues a packet. Sends the queued packets first if this packet does not fit into their train. `flush` sends the rest.
@@ -218,13 +206,21 @@ impl Socket {
         let fd = self.socket.as_raw_fd();
         let is_train = train.bytes > train.segment;
         let segment = if is_train { train.segment } else { 0 };
-        let sent = if !train.sealed.is_empty() {
-            transmit_sealed(fd, to, &train.sealed, segment)
-        } else if matches!(&train.packets[..], [(_, rest)] if rest.is_empty()) {
-            transmit_alone(fd, to, &train.heads)
-        } else {
-            transmit(fd, to, &train.heads, &train.packets, segment)
+        let send = |fd, to| {
+            if !train.sealed.is_empty() {
+                transmit_sealed(fd, to, &train.sealed, segment)
+            } else if matches!(&train.packets[..], [(_, rest)] if rest.is_empty()) {
+                transmit_alone(fd, to, &train.heads)
+            } else {
+                transmit(fd, to, &train.heads, &train.packets, segment)
+            }
         };
+        // A connected socket also reports what earlier packets met (ICMP), and then sends nothing.
+        let sent = match self.busy.socket_to(to) {
+            Some(peers) => send(peers, None).or_else(|_| send(fd, Some(to))),
+            None => send(fd, Some(to)),
+        };
+        let to = Some(to);
         if let Err(error) = sent {
             // The path MTU is smaller than the packets, or the device cannot segment: send each packet alone and let the kernel
             // fragment it.
@@ -249,16 +245,50 @@ impl Socket {
     }
 }
 
-fn set(fd: RawFd, level: libc::c_int, option: libc::c_int, value: libc::c_int) -> io::Result<()> {
-    let len = size_of::<libc::c_int>() as libc::socklen_t;
-    // SAFETY: the kernel reads `len` bytes of `value`, which has this length.
-    let result = unsafe { libc::setsockopt(fd, level, option, ptr::from_ref(&value).cast(), len) };
-    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+/// Receives a datagram into `buffer` without blocking.
+fn receive_by(fd: RawFd, buffer: &mut [u8]) -> Option<Taken> {
+    // SAFETY: both are plain C structures, for which zero bytes are valid.
+    let (mut name, mut message) = unsafe { (zeroed::<libc::sockaddr_storage>(), zeroed::<libc::msghdr>()) };
+    let mut control = Control([0; CONTROL_BYTES]);
+    let mut vector = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
+    message.msg_name = ptr::from_mut(&mut name).cast();
+    message.msg_namelen = size_of::<libc::sockaddr_storage>() as u32;
+    message.msg_iov = &mut vector;
+    message.msg_iovlen = 1;
+    message.msg_control = control.0.as_mut_ptr().cast();
+    message.msg_controllen = CONTROL_BYTES;
+    // SAFETY: name, control buffer and vector outlive the call and have the lengths that the message header states. libc's own
+    // function would make the call a cancellation point, which takes a twentieth of the time of one that finds nothing.
+    let len =
+        unsafe { libc::syscall(libc::SYS_recvmsg, fd, ptr::from_mut(&mut message), libc::MSG_DONTWAIT) };
+    let len = usize::try_from(len).ok()?;
+    let (mut segment, mut congestion) = (len, false);
+    // SAFETY: the kernel filled the message header; CMSG_FIRSTHDR reads only its control part.
+    let mut header = unsafe { libc::CMSG_FIRSTHDR(&message) };
+    while !header.is_null() {
+        // SAFETY: the header and the data that its length covers lie within `control`; the kernel sends an int with UDP_GRO
+        // and IPV6_TCLASS, and a byte with IP_TOS.
+        unsafe {
+            let data = libc::CMSG_DATA(header);
+            match ((*header).cmsg_level, (*header).cmsg_type) {
+                (libc::SOL_UDP, libc::UDP_GRO) => {
+                    segment = data.cast::<libc::c_int>().read_unaligned() as usize
+                }
+                (libc::IPPROTO_IP, libc::IP_TOS) | (libc::IPPROTO_IPV6, libc::IPV6_TCLASS) => {
+                    congestion = *data & 3 == ECN_CONGESTION;
+                }
+                _ => {}
+            }
+            header = libc::CMSG_NXTHDR(&message, header);
+        }
+    }
+    let from = from_raw(&name)?;
+    Some(Taken { from, len, segment: segment.max(1), congestion })
 }
 
 fn transmit(
     fd: RawFd,
-    to: SocketAddr,
+    to: Option<SocketAddr>,
     mut heads: &[u8],
     packets: &[(usize, Span)],
     segment: usize,
@@ -277,29 +307,34 @@ fn transmit(
     send_message(fd, to, &mut vectors[..used], segment)
 }
 
-/// Sends one packet.
-fn transmit_alone(fd: RawFd, to: SocketAddr, packet: &[u8]) -> io::Result<()> {
-    let (name, len) = to_raw(to);
+/// Sends one packet. Without an address the socket is connected.
+fn transmit_alone(fd: RawFd, to: Option<SocketAddr>, packet: &[u8]) -> io::Result<()> {
+    let name = to.map(to_raw);
+    let (name, len) = name.as_ref().map_or((ptr::null(), 0), |(name, len)| (ptr::from_ref(name), *len));
     // SAFETY: the kernel reads `packet` and `len` bytes of `name`, both of which outlive the call.
-    let sent = unsafe {
-        libc::sendto(fd, packet.as_ptr().cast(), packet.len(), 0, ptr::from_ref(&name).cast(), len)
-    };
+    let sent = unsafe { libc::sendto(fd, packet.as_ptr().cast(), packet.len(), 0, name.cast(), len) };
     if sent >= 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-fn transmit_sealed(fd: RawFd, to: SocketAddr, packets: &[u8], segment: usize) -> io::Result<()> {
+fn transmit_sealed(fd: RawFd, to: Option<SocketAddr>, packets: &[u8], segment: usize) -> io::Result<()> {
     let start = packets.as_ptr().cast_mut().cast();
     send_message(fd, to, &mut [libc::iovec { iov_base: start, iov_len: packets.len() }], segment)
 }
 
-/// Sends the bytes of `vectors`, which the caller keeps valid during the call.
-fn send_message(fd: RawFd, to: SocketAddr, vectors: &mut [libc::iovec], segment: usize) -> io::Result<()> {
-    let (mut name, len) = to_raw(to);
+/// Sends the bytes of `vectors`, which the caller keeps valid during the call. Without an address the socket is connected.
+fn send_message(
+    fd: RawFd,
+    to: Option<SocketAddr>,
+    vectors: &mut [libc::iovec],
+    segment: usize,
+) -> io::Result<()> {
+    let mut name = to.map(to_raw);
     // SAFETY: a plain C structure, for which zero bytes are valid.
     let mut message = unsafe { zeroed::<libc::msghdr>() };
     let mut control = Control([0; CONTROL_BYTES]);
-    message.msg_name = ptr::from_mut(&mut name).cast();
-    message.msg_namelen = len;
+    if let Some((name, len)) = &mut name {
+        (message.msg_name, message.msg_namelen) = (ptr::from_mut(name).cast(), *len);
+    }
     message.msg_iov = vectors.as_mut_ptr();
     message.msg_iovlen = vectors.len();
     if segment > 0 {

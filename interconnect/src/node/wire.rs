@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::os::fd::BorrowedFd;
 
 use super::Error;
+use super::local::Local;
 use super::socket::{Socket, datagram_to, segments_mut};
 use crate::ether;
 use crate::ether::address::{Bind, mac_of};
@@ -79,6 +80,18 @@ impl Wire {
             }
             Wire::Ethernet(_) => Err(Error::OtherWire(address)),
         }
+    }
+
+    /// Opens or closes the socket of the busiest peer, as what arrived has shown. `local` watches it.
+    pub(super) fn settle(&mut self, local: &Local) {
+        let Wire::Udp(socket) = self else { return };
+        socket.settle(|descriptor, begins| {
+            if begins {
+                return local.watch(descriptor);
+            }
+            local.unwatch(descriptor);
+            Ok(())
+        });
     }
 
     /// Receives without blocking, with one system call, and gives each packet to `take`. Returns whether any was there.
