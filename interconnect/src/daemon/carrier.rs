@@ -222,7 +222,7 @@ pub(crate) enum Carrier {
 impl Carrier {
     pub(super) fn receive(&mut self) -> Option<Received<'_>> {
         match self {
-            Carrier::Socket(socket) => socket.receive(),
+            Carrier::Socket(socket) => socket.receive(true),
             Carrier::Guest(port) => port.receive(),
         }
     }

@@ -1,82 +1,119 @@
-//! A socket of its own for the peer with which a node exchanges most datagrams.
+//! A socket of its own for the peer that sends a node most datagrams.
 //!
 //! One socket serves all peers, so the kernel looks up the route of each packet, on its way out and on its way in. A socket that is connected
-//! to a peer remembers both: 8 bytes take 0.7 us less in one direction (docs/lab-notes/2026-11-27-interconnect-bars.md). It has the address
-//! and port of the node's socket, and the kernel prefers it for what comes from its peer. Peers see no difference.
+//! to a peer remembers both: 8 bytes take 0.5 to 0.8 us less in one direction (docs/lab-notes/2026-11-27-interconnect-bars.md). It has the
+//! address and port of the node's socket, and the kernel prefers it for what comes from its peer. Peers see no difference.
 //!
-//! The peer that has sent many datagrams in a row gets it, and loses it when others have sent many. More sockets would take more looks, each of
-//! which takes a tenth of a message's time.
+//! A peer gets it for many datagrams in a row, and keeps it while others do not send more. Only datagrams count that the engine takes: strangers
+//! neither get it nor take it away. More sockets would take more looks, each of which takes a tenth of a message's time.
+//!
+//! What waits in a socket is taken before its successor is looked at, so that nothing is lost or changes its order when peers change.
 
 use std::io;
 use std::net::{SocketAddr, UdpSocket};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::ptr;
 
-use rustix::net::{RecvFlags, recv};
-
 use super::udp::{prepare, set};
 
-/// Datagrams in a row for which a peer gets the socket, and datagrams of others for which it loses it.
+/// Datagrams in a row for which a peer gets the socket, and by which others have to exceed it to take it away.
 const IN_A_ROW: u32 = 64;
-/// One in so many looks goes to the node's socket, too.
+/// One in so many looks goes to the node's socket, too, if nothing was there at the last one.
 const LOOKS: u32 = 4;
+/// Pause after the socket could not be opened.
+const BARRED_NS: u64 = 10_000_000_000;
+/// From this port nothing is ever sent to a node (tcpmux, RFC 1078, has no UDP).
+const NOBODY: u16 = 1;
+
+/// Where a datagram was found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Place {
+    Node,
+    Peer,
+    /// In the socket of an earlier peer.
+    Retired,
+}
 
 /// What is to be done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Change {
     Open(SocketAddr),
+    Retire,
+    /// The socket of an earlier peer is empty.
     Close,
 }
 
 #[derive(Default)]
 pub(super) struct BusyPeer {
     connected: Option<(UdpSocket, SocketAddr)>,
+    /// The socket of an earlier peer, and whether it is empty.
+    retired: Option<(UdpSocket, bool)>,
     /// The last sender at the node's socket, and how many of its datagrams came in a row.
     row: (Option<SocketAddr>, u32),
-    /// Datagrams at the node's socket since the peer's last one.
+    /// By how many datagrams others exceed the peer.
     others: u32,
     looks: u32,
-    change: Option<Change>,
-    /// It cannot be opened.
-    is_barred: bool,
+    /// The last look at the node's socket found something.
+    node_has_more: bool,
+    /// What came for the peer before it had a socket may still be in the node's.
+    is_new: bool,
+    /// Sender and place of the last datagram.
+    last: Option<(SocketAddr, Place)>,
+    barred_until: u64,
 }
 
 impl BusyPeer {
-    /// A datagram came by the node's socket.
-    pub(super) fn heard_other(&mut self, from: SocketAddr) {
-        if self.connected.is_some() {
-            self.others += 1;
-            self.change = (self.others >= IN_A_ROW).then_some(Change::Close);
-            return;
+    /// The places to look for a datagram, in order; `node`: the node's socket. `all`: there may be no further look soon.
+    pub(super) fn places(&mut self, node: RawFd, all: bool) -> [Option<(RawFd, Place)>; 2] {
+        if let Some((socket, false)) = &self.retired {
+            return [Some((socket.as_raw_fd(), Place::Retired)), None];
         }
-        self.row = if self.row.0 == Some(from) { (Some(from), self.row.1 + 1) } else { (Some(from), 1) };
-        self.change = (self.row.1 >= IN_A_ROW && !self.is_barred).then_some(Change::Open(from));
-    }
-
-    /// A datagram came by the peer's socket.
-    pub(super) fn heard(&mut self) {
-        self.others = 0;
-    }
-
-    /// Counts a look for datagrams. Returns whether the node's socket is looked at, too.
-    pub(super) fn looks_at_others(&mut self) -> bool {
         self.looks = self.looks.wrapping_add(1);
-        self.connected.is_none() || self.looks.is_multiple_of(LOOKS)
+        let node = Some((node, Place::Node));
+        let Some((socket, _)) = &self.connected else { return [node, None] };
+        let looks_at_node = all || self.is_new || self.node_has_more || self.looks.is_multiple_of(LOOKS);
+        let peer = Some((socket.as_raw_fd(), Place::Peer));
+        // Others come first in their turn, so that a busy peer keeps nobody waiting.
+        if looks_at_node { [node, peer] } else { [peer, None] }
+    }
+
+    /// A look at a place has found a datagram of this sender, or none. Returns whether the next place is looked at.
+    pub(super) fn looked(&mut self, place: Place, found: Option<SocketAddr>) -> bool {
+        self.last = found.map(|from| (from, place));
+        match (place, &mut self.retired) {
+            (Place::Node, _) => {
+                self.node_has_more = found.is_some();
+                self.is_new &= found.is_some();
+            }
+            (Place::Retired, Some((_, is_empty))) => *is_empty = found.is_none(),
+            _ => {}
+        }
+        found.is_none() && !self.is_new
+    }
+
+    /// The engine has taken the last datagram.
+    pub(super) fn accepted(&mut self) {
+        match (self.last, &self.connected) {
+            (Some((from, Place::Node)), None) => {
+                let count = if self.row.0 == Some(from) { self.row.1 + 1 } else { 1 };
+                self.row = (Some(from), count);
+            }
+            (Some((from, Place::Node)), Some((_, peer))) if from != *peer => self.others += 1,
+            (Some((_, Place::Peer)), _) => self.others = self.others.saturating_sub(1),
+            _ => {}
+        }
     }
 
     /// What is to be done.
-    pub(super) fn change(&self) -> Option<Change> {
-        self.change
-    }
-
-    /// The peer's socket.
-    pub(super) fn socket(&self) -> Option<&UdpSocket> {
-        self.connected.as_ref().map(|(socket, _)| socket)
-    }
-
-    #[cfg(test)]
-    pub(super) fn peer(&self) -> Option<SocketAddr> {
-        self.connected.as_ref().map(|(_, peer)| *peer)
+    pub(super) fn change(&self, now: u64) -> Option<Change> {
+        match (&self.retired, &self.connected, self.row.0) {
+            (Some((_, is_empty)), ..) => is_empty.then_some(Change::Close),
+            (None, Some(_), _) => (self.others >= IN_A_ROW).then_some(Change::Retire),
+            (None, None, Some(peer)) if self.row.1 >= IN_A_ROW && now >= self.barred_until => {
+                Some(Change::Open(peer))
+            }
+            _ => None,
+        }
     }
 
     /// The peer's socket, if this is the peer.
@@ -87,29 +124,39 @@ impl BusyPeer {
     /// Opens the socket of a peer, and has it `watched`.
     pub(super) fn open(
         &mut self,
+        now: u64,
         node: &UdpSocket,
         peer: SocketAddr,
         watched: impl FnOnce(&UdpSocket) -> io::Result<()>,
     ) {
-        (self.row, self.others, self.change) = ((None, 0), 0, None);
+        (self.row, self.others) = ((None, 0), 0);
         let opened = connected(node, peer).and_then(|socket| watched(&socket).map(|()| socket));
-        // What failed once would fail again.
-        self.is_barred = opened.is_err();
-        self.connected = opened.ok().map(|socket| (socket, peer));
+        match opened {
+            Ok(socket) => (self.connected, self.is_new) = (Some((socket, peer)), true),
+            Err(_) => self.barred_until = now + BARRED_NS,
+        }
     }
 
-    /// Takes the peer's socket away, if nothing waits there.
+    /// Takes the peer's socket away. What waits there can still be received.
+    pub(super) fn retire(&mut self) {
+        (self.row, self.others, self.is_new) = ((None, 0), 0, false);
+        let Some((socket, _)) = self.connected.take() else { return };
+        // Nothing more arrives there, also if a forked child holds a copy.
+        if let Ok(own) = socket.local_addr() {
+            let _ = socket.connect(SocketAddr::new(own.ip(), NOBODY));
+        }
+        self.retired = Some((socket, false));
+    }
+
+    /// Takes the empty socket of an earlier peer away.
     pub(super) fn close(&mut self) -> Option<UdpSocket> {
-        (self.row, self.others, self.change) = ((None, 0), 0, None);
-        let (socket, _) = self.connected.take_if(|(socket, _)| !has_datagram(socket))?;
-        // A forked child may hold a copy, which must not receive for the peer any more. Only from itself does nothing ever come.
-        let itself = socket.local_addr().and_then(|own| socket.connect(own));
-        itself.ok().map(|()| socket)
+        self.retired.take().map(|(socket, _)| socket)
     }
-}
 
-fn has_datagram(socket: &UdpSocket) -> bool {
-    recv(socket, &mut [0u8; 1][..], RecvFlags::PEEK | RecvFlags::DONTWAIT).is_ok()
+    #[cfg(test)]
+    pub(super) fn peer(&self) -> Option<SocketAddr> {
+        self.connected.as_ref().map(|(_, peer)| *peer)
+    }
 }
 
 /// A socket at the address and port of `node`, connected to `peer`. Datagrams of others may arrive until it is connected.
@@ -126,19 +173,16 @@ fn connected(node: &UdpSocket, peer: SocketAddr) -> io::Result<UdpSocket> {
         // The application has entered another network namespace since.
         return Err(io::ErrorKind::AddrNotAvailable.into());
     }
-    // Two sockets may have one address if both allow it while the second is bound. Only then: it stays closed to other programs.
-    set(node.as_raw_fd(), libc::SOL_SOCKET, libc::SO_REUSEADDR, 1)?;
-    let bound = set(fd, libc::SOL_SOCKET, libc::SO_REUSEADDR, 1).and_then(|()| bind(&socket, node));
-    let closed = set(node.as_raw_fd(), libc::SOL_SOCKET, libc::SO_REUSEADDR, 0);
-    bound.and(closed)?;
-    set(fd, libc::SOL_SOCKET, libc::SO_REUSEADDR, 0)?;
-    socket.connect(peer)?;
     prepare(&socket)?;
+    // Sockets of one user may have one address if they allow it while another one is bound. These two do only then, so that no other program can
+    // join at other times.
+    let ends = [fd, node.as_raw_fd()];
+    let allow =
+        |value| ends.iter().try_for_each(|end| set(*end, libc::SOL_SOCKET, libc::SO_REUSEPORT, value));
+    let bound = allow(1).and_then(|()| Ok(rustix::net::bind(&socket, &node.local_addr()?)?));
+    allow(0).and(bound)?;
+    socket.connect(peer)?;
     Ok(socket)
-}
-
-fn bind(socket: &UdpSocket, node: &UdpSocket) -> io::Result<()> {
-    Ok(rustix::net::bind(socket, &node.local_addr()?)?)
 }
 
 /// Number of a socket's network namespace.
@@ -155,63 +199,127 @@ fn namespace(socket: &UdpSocket) -> io::Result<u64> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::{Duration, Instant};
+
     use super::*;
     use crate::node::{Endpoint, Node, Options};
     use crate::proto::{Match, Outgoing, Peer, Receive, Shape, Span, Status};
 
+    const HOUR: u64 = 3_600_000_000_000;
+
+    /// The node's socket has brought so many datagrams that the engine took.
+    fn hear(busy: &mut BusyPeer, from: SocketAddr, place: Place, times: u32) {
+        for _ in 0..times {
+            busy.looked(place, Some(from));
+            busy.accepted();
+        }
+    }
+
+    /// What is received at the places that are looked at.
+    fn receive(busy: &mut BusyPeer, node: &UdpSocket) -> Option<(Vec<u8>, Place)> {
+        let mut bytes = [0; 16];
+        for (fd, place) in busy.places(node.as_raw_fd(), true).into_iter().flatten() {
+            // SAFETY: the descriptor is that of an open socket, which outlives the call.
+            let fd = unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) };
+            let found = rustix::net::recvfrom(fd, &mut bytes, rustix::net::RecvFlags::DONTWAIT).ok();
+            let from = found.as_ref().and_then(|(_, _, from)| from.clone()?.try_into().ok());
+            let goes_on = busy.looked(place, from);
+            if let Some((len, ..)) = found {
+                return Some((bytes[..len].to_vec(), place));
+            }
+            if !goes_on {
+                return None;
+            }
+        }
+        None
+    }
+
     #[test]
-    fn a_peer_gets_the_socket_after_many_datagrams_and_loses_it_to_others() {
+    fn a_peer_gets_the_socket_for_a_row_and_loses_it_to_more_of_others() {
         let [node, peer, other] = [(); 3].map(|()| UdpSocket::bind("127.0.0.1:0").unwrap());
         let [own, from, stranger] = [&node, &peer, &other].map(|socket| socket.local_addr().unwrap());
         let mut busy = BusyPeer::default();
         for _ in 0..3 {
-            (1..IN_A_ROW).for_each(|_| busy.heard_other(from));
-            busy.heard_other(stranger);
+            hear(&mut busy, from, Place::Node, IN_A_ROW - 1);
+            hear(&mut busy, stranger, Place::Node, 1);
+            // The engine has not taken these.
+            (0..2 * IN_A_ROW).for_each(|_| _ = busy.looked(Place::Node, Some(own)));
         }
-        assert_eq!(busy.change(), None, "others are between");
-        (0..IN_A_ROW).for_each(|_| busy.heard_other(from));
-        assert_eq!(busy.change(), Some(Change::Open(from)));
-        busy.open(&node, from, |_| Ok(()));
-        assert_eq!((busy.change(), busy.socket_to(stranger)), (None, None));
-        assert!(busy.socket_to(from).is_some());
-        assert_eq!((0..8).filter(|_| busy.looks_at_others()).count(), 2);
-        // The kernel sorts what arrives; other programs cannot share the address.
-        peer.send_to(b"peer", own).unwrap();
+        assert_eq!(busy.change(0), None, "others are between");
+        hear(&mut busy, from, Place::Node, IN_A_ROW);
+        assert_eq!(busy.change(0), Some(Change::Open(from)));
+        // What came before the socket is received before what comes by it.
+        peer.send_to(b"before", own).unwrap();
+        busy.open(0, &node, from, |_| Ok(()));
+        assert_eq!((busy.change(0), busy.socket_to(stranger), busy.peer()), (None, None, Some(from)));
+        peer.send_to(b"after", own).unwrap();
         other.send_to(b"other", own).unwrap();
-        let mut bytes = [0; 8];
-        assert_eq!(busy.socket().unwrap().recv_from(&mut bytes).unwrap(), (4, from));
-        assert_eq!(node.recv_from(&mut bytes).unwrap(), (5, stranger));
-        assert_eq!(UdpSocket::bind(own).unwrap_err().kind(), io::ErrorKind::AddrInUse);
-        for _ in 0..3 {
-            (1..IN_A_ROW).for_each(|_| busy.heard_other(stranger));
-            busy.heard();
+        let expected = [("before", Place::Node), ("other", Place::Node), ("after", Place::Peer)];
+        let mut found = vec![];
+        while found.len() < expected.len() {
+            found.extend(receive(&mut busy, &node));
         }
-        assert_eq!(busy.change(), None, "the peer is still busy");
-        (0..IN_A_ROW).for_each(|_| busy.heard_other(stranger));
-        assert_eq!(busy.change(), Some(Change::Close));
+        assert_eq!(found, expected.map(|(text, place)| (text.as_bytes().to_vec(), place)));
+        // One look in four goes to the node's socket, more after it had something.
+        busy.looked(Place::Node, None);
+        let fd = node.as_raw_fd();
+        let at_node = |busy: &mut BusyPeer, all| busy.places(fd, all)[0] == Some((fd, Place::Node));
+        let looks = |busy: &mut BusyPeer, all| (0..8).filter(|_| at_node(busy, all)).count();
+        assert_eq!((looks(&mut busy, false), looks(&mut busy, true)), (2, 8));
+        busy.looked(Place::Node, Some(stranger));
+        assert_eq!(looks(&mut busy, false), 8);
+        for _ in 0..3 {
+            hear(&mut busy, stranger, Place::Node, IN_A_ROW - 1);
+            hear(&mut busy, from, Place::Peer, IN_A_ROW);
+        }
+        assert_eq!(busy.change(0), None, "the peer is as busy");
+        hear(&mut busy, stranger, Place::Node, IN_A_ROW);
+        assert_eq!(busy.change(0), Some(Change::Retire));
         peer.send_to(b"late", own).unwrap();
-        assert!(busy.close().is_none(), "what waits is taken first");
-        assert_eq!(busy.socket().unwrap().recv_from(&mut bytes).unwrap(), (4, from));
-        let copy = busy.close().unwrap();
+        busy.retire();
         peer.send_to(b"again", own).unwrap();
-        assert_eq!(node.recv_from(&mut bytes).unwrap(), (5, from), "not by the copy of a child");
+        assert_eq!(busy.change(0), None, "what waits is taken first");
+        assert_eq!(receive(&mut busy, &node), Some((b"late".to_vec(), Place::Retired)));
+        assert_eq!(receive(&mut busy, &node), None);
+        assert_eq!(busy.change(0), Some(Change::Close));
+        let copy = busy.close().unwrap();
+        assert_eq!(
+            receive(&mut busy, &node),
+            Some((b"again".to_vec(), Place::Node)),
+            "not by a child's copy"
+        );
         drop(copy);
-        // What cannot be watched is not used, and not tried again.
-        busy.open(&node, from, |_| Err(io::ErrorKind::OutOfMemory.into()));
-        (0..2 * IN_A_ROW).for_each(|_| busy.heard_other(from));
-        assert!(busy.socket().is_none() && busy.change().is_none());
+        busy.open(0, &node, from, |_| Ok(()));
+        assert_eq!(busy.peer(), Some(from));
     }
 
     #[test]
-    fn another_program_cannot_take_the_address_by_reuse() {
+    fn what_cannot_be_opened_is_tried_again_later() {
         let [node, peer] = [(); 2].map(|()| UdpSocket::bind("127.0.0.1:0").unwrap());
+        let from = peer.local_addr().unwrap();
         let mut busy = BusyPeer::default();
-        busy.open(&node, peer.local_addr().unwrap(), |_| Ok(()));
-        let family = rustix::net::AddressFamily::INET;
-        let thief = rustix::net::socket(family, rustix::net::SocketType::DGRAM, None).unwrap();
-        set(thief.as_raw_fd(), libc::SOL_SOCKET, libc::SO_REUSEADDR, 1).unwrap();
-        let stolen = rustix::net::bind(&thief, &node.local_addr().unwrap());
-        assert_eq!(stolen, Err(rustix::io::Errno::ADDRINUSE));
+        busy.open(7, &node, from, |_| Err(io::ErrorKind::OutOfMemory.into()));
+        hear(&mut busy, from, Place::Node, IN_A_ROW);
+        assert_eq!((busy.peer(), busy.change(8)), (None, None));
+        assert_eq!(busy.change(HOUR), Some(Change::Open(from)));
+    }
+
+    #[test]
+    fn no_other_program_shares_the_address() {
+        let [node, peer] = [(); 2].map(|()| UdpSocket::bind("127.0.0.1:0").unwrap());
+        let own = node.local_addr().unwrap();
+        let mut busy = BusyPeer::default();
+        for option in [libc::SO_REUSEPORT, libc::SO_REUSEADDR] {
+            busy.open(0, &node, peer.local_addr().unwrap(), |_| Ok(()));
+            assert!(busy.peer().is_some());
+            let family = rustix::net::AddressFamily::INET;
+            let thief = rustix::net::socket(family, rustix::net::SocketType::DGRAM, None).unwrap();
+            set(thief.as_raw_fd(), libc::SOL_SOCKET, option, 1).unwrap();
+            assert_eq!(rustix::net::bind(&thief, &own), Err(rustix::io::Errno::ADDRINUSE));
+            busy.retire();
+            drop(busy.close());
+        }
+        assert_eq!(UdpSocket::bind(own).unwrap_err().kind(), io::ErrorKind::AddrInUse);
     }
 
     fn open() -> (Node, Endpoint, Peer) {
@@ -222,18 +330,25 @@ mod tests {
         (node, endpoint, peer)
     }
 
+    fn post(from: &Endpoint, to: Peer) {
+        let (shape, span) = (Shape::Message { tag: None }, Span::EMPTY);
+        let out = Outgoing { shape, span, data: None, context: 2, is_buffered: false, is_quiet: false };
+        from.post(to, &out).unwrap();
+    }
+
+    fn post_receive(to: &Endpoint) {
+        let matching = Match { tag: None, from: None };
+        let receive = Receive { matching, span: Span::EMPTY, context: 1, several: None };
+        to.post_receive(&receive).unwrap();
+    }
+
     /// Messages to and fro.
     fn talk(a: (&Endpoint, Peer), b: (&Endpoint, Peer), times: u32) {
         for _ in 0..times {
             for ((from, _), (to, at)) in [(a, b), (b, a)] {
-                let matching = Match { tag: None, from: None };
-                let receive = Receive { matching, span: Span::EMPTY, context: 1, several: None };
-                to.post_receive(&receive).unwrap();
-                let (shape, span) = (Shape::Message { tag: None }, Span::EMPTY);
-                let (is_buffered, is_quiet) = (false, false);
-                let out = Outgoing { shape, span, data: None, context: 2, is_buffered, is_quiet };
-                from.post(at, &out).unwrap();
-                let begin = std::time::Instant::now();
+                post_receive(to);
+                post(from, at);
+                let begin = Instant::now();
                 let mut done = 0;
                 // Both go on: the receiver still has to acknowledge.
                 while done < 2 {
@@ -248,10 +363,25 @@ mod tests {
     }
 
     #[test]
-    fn nodes_talk_whoever_is_busy() {
+    fn nodes_talk_whoever_is_busy_and_wake_for_everybody() {
         let ((node, a, to_a), (_b_node, b, to_b), (_c_node, c, to_c)) = (open(), open(), open());
         talk((&a, to_a), (&b, to_b), 3 * IN_A_ROW);
         assert_eq!(node.busy_peer(), Some(to_b.address));
+        // A sleeping thread wakes for the peer and for others.
+        for (from, other) in [(&c, to_c), (&b, to_b), (&c, to_c)] {
+            post_receive(&a);
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    std::thread::sleep(Duration::from_millis(20));
+                    post(from, to_a);
+                });
+                let begin = Instant::now();
+                let arrived = a.wait(Some(Duration::from_secs(60))).unwrap();
+                assert_eq!((arrived.status, arrived.peer), (Status::Success, other));
+                assert!(begin.elapsed() < Duration::from_secs(30));
+            });
+            assert_eq!(from.wait(Some(Duration::from_secs(60))).unwrap().status, Status::Success);
+        }
         for _ in 0..IN_A_ROW {
             talk((&a, to_a), (&b, to_b), 1);
             talk((&a, to_a), (&c, to_c), 1);

@@ -196,6 +196,10 @@ impl Local {
         RingCounters { rings: self.rings.len() as u64, ..self.counters }
     }
 
+    pub(super) fn has_rings(&self) -> bool {
+        !self.rings.is_empty()
+    }
+
     /// Whether the socket is to be read now. While rings are in use it is read less often.
     pub(super) fn is_socket_turn(&mut self, now: u64) -> bool {
         if !self.rings.is_empty() && now < self.socket_at {

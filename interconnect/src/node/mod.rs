@@ -286,9 +286,12 @@ impl Shared {
         let now = self.now();
         let mut arrived = self.receive_local(inner, now);
         let receives = if inner.local.is_socket_turn(now) { RECEIVES_MAX } else { 0 };
+        // While rings are in use, looks are rare.
+        let all = inner.local.has_rings();
         for _ in 0..receives {
             let Inner { engine, wire, seal, .. } = inner;
-            let found = wire.receive(|Arrival { from, packet, congestion }| {
+            let before = engine.accepted();
+            let found = wire.receive(all, |Arrival { from, packet, congestion }| {
                 if let Some(packet) = seal.arrive(now, from, packet) {
                     engine.receive(now, from, packet, congestion);
                 }
@@ -296,13 +299,16 @@ impl Shared {
             if !found {
                 break;
             }
+            if engine.accepted() != before {
+                wire.accepted();
+            }
             arrived = true;
             if own.is_some_and(|own| inner.engine.waiting(own) > 0) {
                 break;
             }
         }
         let Inner { engine, wire, local, seal, streams, .. } = inner;
-        wire.settle(local);
+        wire.settle(now, local);
         arrived |= streams.progress(engine, local, seal, now);
         local.tend(engine, seal, now);
         inner.settle_sessions();

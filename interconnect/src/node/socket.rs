@@ -114,12 +114,13 @@ impl Socket {
 
     /// Gives the busiest peer a socket of its own, or takes it away, as what arrived has shown. `watch` begins to watch a descriptor for
     /// arrivals (true), or ends that.
-    pub(super) fn settle(&mut self, watch: impl Fn(BorrowedFd<'_>, bool) -> io::Result<()>) {
-        match self.busy.change() {
+    pub(super) fn settle(&mut self, now: u64, watch: impl Fn(BorrowedFd<'_>, bool) -> io::Result<()>) {
+        match self.busy.change(now) {
             None => {}
             Some(Change::Open(peer)) => {
-                self.busy.open(&self.socket, peer, |socket| watch(socket.as_fd(), true));
+                self.busy.open(now, &self.socket, peer, |socket| watch(socket.as_fd(), true));
             }
+            Some(Change::Retire) => self.busy.retire(),
             Some(Change::Close) => {
                 if let Some(socket) = self.busy.close() {
                     // It only fails for what is not watched.
@@ -129,24 +130,25 @@ impl Socket {
         }
     }
 
+    /// The engine has taken what was received last.
+    pub(super) fn accepted(&mut self) {
+        self.busy.accepted();
+    }
+
     #[cfg(test)]
     pub(super) fn busy_peer(&self) -> Option<SocketAddr> {
         self.busy.peer()
     }
 
-    /// Receives a datagram without blocking. At times it finds none although one is there: the next look does.
-    pub(crate) fn receive(&mut self) -> Option<Received<'_>> {
-        let (node, peer) = (self.socket.as_raw_fd(), self.busy.socket().map(AsRawFd::as_raw_fd));
-        let looks_at_others = self.busy.looks_at_others();
-        // Others come first in their turn, so that a busy peer keeps nobody waiting.
-        let mut taken = if looks_at_others { receive_by(node, &mut self.buffer) } else { None };
-        match (&taken, peer) {
-            (Some(other), _) => self.busy.heard_other(other.from),
-            (None, Some(peer)) => {
-                taken = receive_by(peer, &mut self.buffer);
-                taken.iter().for_each(|_| self.busy.heard());
+    /// Receives a datagram without blocking. Unless it looks at `all` places, it may find none although one of a peer that is not the busiest
+    /// waits: one of four looks finds it.
+    pub(crate) fn receive(&mut self, all: bool) -> Option<Received<'_>> {
+        let mut taken = None;
+        for (fd, place) in self.busy.places(self.socket.as_raw_fd(), all).into_iter().flatten() {
+            taken = receive_by(fd, &mut self.buffer);
+            if !self.busy.looked(place, taken.as_ref().map(|taken| taken.from)) {
+                break;
             }
-            (None, None) => {}
         }
         let Taken { from, len, segment, congestion } = taken?;
         Some(Received { from, bytes: &mut self.buffer[..len], segment, congestion })
@@ -259,8 +261,13 @@ fn receive_by(fd: RawFd, buffer: &mut [u8]) -> Option<Taken> {
     message.msg_controllen = CONTROL_BYTES;
     // SAFETY: name, control buffer and vector outlive the call and have the lengths that the message header states. libc's own
     // function would make the call a cancellation point, which takes a twentieth of the time of one that finds nothing.
-    let len =
-        unsafe { libc::syscall(libc::SYS_recvmsg, fd, ptr::from_mut(&mut message), libc::MSG_DONTWAIT) };
+    let mut receive =
+        || unsafe { libc::syscall(libc::SYS_recvmsg, fd, ptr::from_mut(&mut message), libc::MSG_DONTWAIT) };
+    let len = match receive() {
+        // A connected socket reports what an earlier packet met (ICMP) before what has arrived.
+        -1 if io::Error::last_os_error().kind() != io::ErrorKind::WouldBlock => receive(),
+        len => len,
+    };
     let len = usize::try_from(len).ok()?;
     let (mut segment, mut congestion) = (len, false);
     // SAFETY: the kernel filled the message header; CMSG_FIRSTHDR reads only its control part.

@@ -10,7 +10,7 @@ const SOCKET_BUFFER: libc::c_int = 8 << 20;
 /// ECN code point of RFC 3168: ECN-capable transport.
 const ECN_CAPABLE: libc::c_int = 2;
 
-/// Prepares a bound socket: large buffers, coalesced datagrams, marks of congestion.
+/// Prepares a socket: large buffers, coalesced datagrams, marks of congestion.
 pub(super) fn prepare(socket: &UdpSocket) -> io::Result<()> {
     let fd = socket.as_raw_fd();
     for (force, plain) in [(libc::SO_RCVBUFFORCE, libc::SO_RCVBUF), (libc::SO_SNDBUFFORCE, libc::SO_SNDBUF)] {

@@ -83,9 +83,9 @@ impl Wire {
     }
 
     /// Opens or closes the socket of the busiest peer, as what arrived has shown. `local` watches it.
-    pub(super) fn settle(&mut self, local: &Local) {
+    pub(super) fn settle(&mut self, now: u64, local: &Local) {
         let Wire::Udp(socket) = self else { return };
-        socket.settle(|descriptor, begins| {
+        socket.settle(now, |descriptor, begins| {
             if begins {
                 return local.watch(descriptor);
             }
@@ -94,11 +94,19 @@ impl Wire {
         });
     }
 
-    /// Receives without blocking, with one system call, and gives each packet to `take`. Returns whether any was there.
-    pub(super) fn receive(&mut self, mut take: impl FnMut(Arrival<'_>)) -> bool {
+    /// The engine has taken what was received last.
+    pub(super) fn accepted(&mut self) {
+        if let Wire::Udp(socket) = self {
+            socket.accepted();
+        }
+    }
+
+    /// Receives without blocking, and gives each packet to `take`. Returns whether any was there. Unless it looks at `all` sockets, it may
+    /// miss some, which a later look finds.
+    pub(super) fn receive(&mut self, all: bool, mut take: impl FnMut(Arrival<'_>)) -> bool {
         match self {
             Wire::Udp(socket) => {
-                let Some(mut received) = socket.receive() else { return false };
+                let Some(mut received) = socket.receive(all) else { return false };
                 let (from, congestion) = (received.from, received.congestion);
                 segments_mut(&mut received).for_each(|packet| take(Arrival { from, packet, congestion }));
                 true

@@ -8,9 +8,10 @@ use super::wire::expand;
 
 /// Maximum number of packets that may stay unacknowledged.
 const UNACKNOWLEDGED_MAX: u32 = 32;
-/// Delay of an acknowledgement, so that it can piggyback on a packet: about as long as an application needs to answer.
+/// Delay of an acknowledgement, so that it can piggyback on a packet: about as long as an application needs to answer, if somebody waits for it,
+/// and otherwise several times that.
 const SOON_NS: u64 = 5_000;
-const LATE_NS: u64 = 100_000;
+const LATE_NS: u64 = 30_000;
 
 /// Position of a packet's number relative to the packets that have arrived.
 #[derive(Debug, PartialEq, Eq)]

@@ -131,6 +131,7 @@ impl Engine {
         placed: Option<Span>,
         congestion: bool,
     ) {
+        self.accepted += 1;
         self.acknowledged(channel, header);
         self.make_ready(channel);
         let now = self.now;

@@ -224,6 +224,8 @@ pub struct Engine {
     now: u64,
     looked_at: u64,
     deadlines_at: u64,
+    /// Number of packets that belonged to a channel.
+    accepted: u64,
     counters: Counters,
 }
 
@@ -265,6 +267,7 @@ impl Engine {
             now: 0,
             looked_at: 0,
             deadlines_at: 0,
+            accepted: 0,
             counters: Counters::default(),
         }
     }
@@ -277,6 +280,11 @@ impl Engine {
     /// Returns the counters.
     pub fn counters(&self) -> Counters {
         Counters { held_back: self.shares.held_back(), ..self.counters }
+    }
+
+    /// Number of packets that belonged to a channel: no stranger can send such ones.
+    pub(crate) fn accepted(&self) -> u64 {
+        self.accepted
     }
 
     /// Opens the endpoint with this number, or with the first free number.
