@@ -484,7 +484,7 @@ pub static NETWORK: Declaration<NetworkSpec> = Declaration {
             |own: NetworkSpec| own.daemon_engine,
             "applications in containers and virtual machines may have vnetd run the interconnect's engine for them"
         )
-        .note("not those in virtual machines where a link is sealed; see [the interconnect](interconnect.md#the-daemons-engine)")
+        .note("see [the interconnect](interconnect.md#the-daemons-engine)")
         .phrase("daemon engine"),
     ],
 };
