@@ -45,6 +45,11 @@ _HOP = f"after a pause caches miss, on one device and three hash tables more ({_
 _WAKING = f"processes that wake take most of the time, on the bare underlay, too ({_HEADROOM})"
 _NEW_FLOWS = f"a kernel bridge without vnet keeps no more: the scanner's own time ({_CONTROL})"
 _LARGE = f"large messages cost 4 % more than between bare hosts; PTRANS and RandomAccess scatter ({_CONTROL})"
+_BARS = "[note](lab-notes/2026-11-27-interconnect-bars.md)"
+_PATH = f"vnet's path takes as long without any protocol ({_BARS})"
+_NO_COPY = f"on this path not even a sender without copies reaches it ({_BARS})"
+_SPENT = f"the copies of a stream alone take more ({_BARS})"
+_LARGE_MESSAGES = f"super-frames pass one more queue, and large ones have half of TCP's rate ({_BARS})"
 _GUESTS = "the emulated guests' own time ([note](lab-notes/2026-11-22-virtual-machine-latency.md))"
 
 
@@ -285,7 +290,7 @@ _HOST = {"between": "containers of one host"}
 
 INTERCONNECT: tuple[Bar | Worst, ...] = (
     Worst("Writes of 2 MiB / UDP sockets without a protocol", _bounded(_writes("goodput_bps", UDP, VNET), 0.92)),
-    Worst("Writes of 2 MiB / TCP, native", _bounded(_writes("goodput_bps", OVER_TCP, NATIVE), 2)),
+    Worst("Writes of 2 MiB / TCP, native", _bounded(_writes("goodput_bps", OVER_TCP, NATIVE), 2), _NO_COPY),
     Worst(
         "8-byte write, one way / TCP by a TAP",
         _bounded(_writes("datagram_oneway_us", OVER_TCP, TAP), at_most=0.36),
@@ -293,6 +298,7 @@ INTERCONNECT: tuple[Bar | Worst, ...] = (
     Worst(
         "8-byte write, one way / TCP, native",
         _bounded(_writes("datagram_oneway_us", OVER_TCP, NATIVE), at_most=1.0),
+        _PATH,
     ),
     Worst(
         "Sealed: writes of 2 MiB",
@@ -314,6 +320,7 @@ INTERCONNECT: tuple[Bar | Worst, ...] = (
     Worst(
         "Applications' CPU time per GB / TCP",
         _bounded(_writes("application_s_a_gb", OVER_TCP, VNET), at_most=0.2),
+        _SPENT,
     ),
     Bar(
         "One host: writes of 1 MiB / memcpy by shared memory",
@@ -322,10 +329,15 @@ INTERCONNECT: tuple[Bar | Worst, ...] = (
         base=Cell("interconnect", _HOST, MEMCPY, "goodput_bps"),
     ),
     Worst("Open MPI up to 1 KiB, one way / TCP by a TAP", _bounded(_sized("oneway_us", _SHORT, TAP), at_most=0.25)),
-    Worst("Open MPI, 4 MiB, ping-pong / TCP", _bounded(_sized("oneway_bps", MESSAGE_BYTES[-1:], VNET), 1.3)),
+    Worst(
+        "Open MPI, 4 MiB, ping-pong / TCP",
+        _bounded(_sized("oneway_bps", MESSAGE_BYTES[-1:], VNET), 1.3),
+        _LARGE_MESSAGES,
+    ),
     Worst(
         "Open MPI, 1 B to 4 MiB, one way / TCP, native",
         _bounded(_sized("oneway_us", MESSAGE_BYTES, NATIVE), at_most=1.0),
+        _LARGE_MESSAGES,
     ),
     Worst("HPC Challenge, PTRANS / TCP, native", _bounded(_ranks({"PTRANS": CHALLENGE["PTRANS"]}), 1.0)),
     Worst("HPC Challenge, latencies / TCP, native", _bounded(_ranks(CHALLENGE_LATENCY), at_most=1.0)),
