@@ -358,8 +358,9 @@ impl Shared {
                 Way::Held => {}
             }
         }
-        inner.wire.flush();
-        inner.streams.flush();
+        let Inner { engine, wire, local, streams, .. } = inner;
+        wire.flush();
+        streams.flush(engine, local);
         while let Some((to, packet)) = inner.seal.next_packet() {
             inner.wire.send_alone(to, &packet);
         }

@@ -363,13 +363,25 @@ fn send_message(
     if sent >= 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
+/// Maximum number of parts that `send_parts` takes.
+pub(super) const PARTS_MAX: usize = 32;
+
 /// sendmsg(2) on a connected socket, without blocking. Returns the number of bytes sent.
-pub(super) fn send_parts(to: impl AsFd, parts: [Span; 3], flags: libc::c_int) -> io::Result<usize> {
-    let mut vectors = parts.map(|part| libc::iovec { iov_base: part.start().cast(), iov_len: part.len() });
+pub(super) fn send_parts(
+    to: impl AsFd,
+    parts: impl Iterator<Item = Span>,
+    flags: libc::c_int,
+) -> io::Result<usize> {
+    let mut vectors = [libc::iovec { iov_base: ptr::null_mut(), iov_len: 0 }; PARTS_MAX];
+    let mut used = 0;
+    for (vector, part) in vectors.iter_mut().zip(parts) {
+        *vector = libc::iovec { iov_base: part.start().cast(), iov_len: part.len() };
+        used += 1;
+    }
     // SAFETY: a plain C structure, for which zero bytes are valid.
     let mut message = unsafe { zeroed::<libc::msghdr>() };
     message.msg_iov = vectors.as_mut_ptr();
-    message.msg_iovlen = vectors.len();
+    message.msg_iovlen = used;
     let flags = flags | libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
     // SAFETY: the vectors outlive the call. They name spans, whose creators guarantee valid memory; only the kernel reads it, so an
     // unmapped payload makes the call fail.

@@ -49,7 +49,7 @@ _BARS = "[note](lab-notes/2026-11-27-interconnect-bars.md)"
 _PATH = f"vnet's path takes as long without any protocol ({_BARS})"
 _NO_COPY = f"on this path not even a sender without copies reaches it ({_BARS})"
 _SPENT = f"the copies of a stream alone take more ({_BARS})"
-_LARGE_MESSAGES = f"super-frames pass one more queue, and large ones have half of TCP's rate ({_BARS})"
+_LARGE_MESSAGES = f"super-frames pass one more queue; large messages have 1.7x of this since ({_BARS})"
 _GUESTS = "the emulated guests' own time ([note](lab-notes/2026-11-22-virtual-machine-latency.md))"
 
 

@@ -18,8 +18,8 @@
 //!
 //! Streams are not sealed, so there is none to a peer behind a sealed link.
 //!
-//! Sockets never block. When a send buffer is full, the tail of the packet is copied, and the channel's other pulled bytes wait until
-//! it is sent.
+//! Sockets never block. Up to 16 packets leave with one system call. When a send buffer is full, their tail is copied, and the channel's other
+//! pulled bytes wait until it is sent.
 //!
 //! - `outgoing.rs`: the sending end;
 //! - `records.rs`: framing of packets in the byte stream;
@@ -164,10 +164,16 @@ impl Streams {
             return self.end_outgoing(engine, local, place, true);
         }
         self.counters.packets_out += 1;
-        match self.outgoing[place].send(packet) {
+        let sent = self.outgoing[place].send(packet);
+        self.settle(engine, local, place, sent);
+    }
+
+    /// A stream has sent what it had, or its send buffer is full (false), or it is closed.
+    fn settle(&mut self, engine: &mut Engine, local: &Local, place: usize, sent: Result<bool, Closed>) {
+        match sent {
             Ok(true) => {}
             Ok(false) => {
-                engine.set_outgoing_stream(packet.to, Some(false));
+                engine.set_outgoing_stream(self.outgoing[place].address, Some(false));
                 if local.watch_room(self.outgoing[place].socket.as_fd(), true).is_err() {
                     self.end_outgoing(engine, local, place, false);
                 }
@@ -176,12 +182,17 @@ impl Streams {
         }
     }
 
-    /// Uncorks: no packet follows for now.
-    pub(super) fn flush(&mut self) {
-        for own in self.outgoing.iter_mut().filter(|own| own.is_corked) {
-            own.is_corked = false;
-            // Setting TCP_NODELAY again pushes pending data (tcp(7)). An error shows with the next packet.
-            let _ = own.socket.set_nodelay(true);
+    /// Sends what is queued: no packet follows for now.
+    pub(super) fn flush(&mut self, engine: &mut Engine, local: &Local) {
+        for place in (0..self.outgoing.len()).rev() {
+            let own = &mut self.outgoing[place];
+            if own.has_batch() {
+                let sent = own.send_batch(false);
+                self.settle(engine, local, place, sent);
+            } else if std::mem::take(&mut own.is_corked) {
+                // Setting TCP_NODELAY again pushes pending data (tcp(7)). An error shows with the next packet.
+                let _ = own.socket.set_nodelay(true);
+            }
         }
     }
 

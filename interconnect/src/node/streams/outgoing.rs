@@ -10,9 +10,12 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, connect, socket_
 
 use super::connection::{Closed, HALF, MAGIC, Segments, set_timeouts, would_block};
 use crate::node::local::Local;
-use crate::node::socket::send_parts;
+use crate::node::socket::{PARTS_MAX, send_parts};
 use crate::proto::{Departure, Engine, Span};
 
+/// Packets that are sent with one system call: 1 MiB. A call for each packet has half of the rate, because the kernel processes what arrives for
+/// the socket after each call.
+const BATCH_MAX: usize = PARTS_MAX / 2;
 /// Number of segments over which the loss rate is measured.
 const LOSS_SAMPLE: u32 = 20_000;
 
@@ -30,7 +33,10 @@ pub(super) struct Outgoing {
     pub(super) was_counted: bool,
     /// Deadline of the handshake.
     pub(super) until: u64,
-    /// The preface, or the tail of a packet that did not fit into the socket's send buffer.
+    /// Lengths and headers of the packets that wait for `send_batch`, and for each of them how many bytes of these are its own, and its payload.
+    heads: Vec<u8>,
+    batch: Vec<(usize, Span)>,
+    /// The preface, or the tail of packets that did not fit into the socket's send buffer.
     pub(super) unsent: Vec<u8>,
     /// How much of `unsent` has been sent meanwhile.
     pub(super) sent: usize,
@@ -74,6 +80,8 @@ impl Outgoing {
             is_open: false,
             was_counted: false,
             until,
+            heads: vec![],
+            batch: vec![],
             unsent: [&MAGIC, shown].concat(),
             sent: 0,
             is_corked: false,
@@ -118,35 +126,58 @@ impl Outgoing {
         }
     }
 
-    /// Sends a packet. Returns false if the socket's send buffer is full; the tail is kept.
+    /// Queues a packet, whose payload stays valid until `send_batch`. Sends the queue if it is full; returns false if the socket's send buffer
+    /// was full, too, and the tail is kept.
     pub(super) fn send(&mut self, packet: &Departure) -> Result<bool, Closed> {
         let header = packet.header.as_bytes();
         let length = ((header.len() + packet.payload.len()) as u32).to_be_bytes();
-        // SAFETY: both slices outlive the call, which only reads from the spans.
-        let [own_length, own_header] =
-            [&length[..], header].map(|part| unsafe { Span::new(part.as_ptr().cast_mut(), part.len()) });
-        // MSG_MORE fills the last segment with the next packet; `Streams::flush` uncorks.
-        self.is_corked = true;
-        let sent = match send_parts(&self.socket, [own_length, own_header, packet.payload], libc::MSG_MORE) {
+        self.heads.extend_from_slice(&length);
+        self.heads.extend_from_slice(header);
+        self.batch.push((length.len() + header.len(), packet.payload));
+        if self.batch.len() < BATCH_MAX { Ok(true) } else { self.send_batch(true) }
+    }
+
+    /// Whether packets wait for `send_batch`.
+    pub(super) fn has_batch(&self) -> bool {
+        !self.batch.is_empty()
+    }
+
+    /// Sends the queued packets. `more` fills the last segment with the next packet; `Streams::flush` uncorks then. Returns false if the
+    /// socket's send buffer is full; the tail is kept.
+    pub(super) fn send_batch(&mut self, more: bool) -> Result<bool, Closed> {
+        let mut at = 0;
+        let parts = self.batch.iter().flat_map(|(head, payload)| {
+            let own = &self.heads[at..at + head];
+            at += head;
+            // SAFETY: the heads outlive the call, which only reads from the spans.
+            let own = unsafe { Span::new(own.as_ptr().cast_mut(), own.len()) };
+            [own, *payload]
+        });
+        self.is_corked = more;
+        let sent = match send_parts(&self.socket, parts, if more { libc::MSG_MORE } else { 0 }) {
             Ok(sent) => sent,
             Err(error) if would_block(&error) => 0,
             Err(_) => return Err(Closed),
         };
-        Ok(self.keep_unsent(&length, packet, sent))
+        self.keep_unsent(sent);
+        Ok(self.unsent.is_empty())
     }
 
-    /// Keeps the tail of a packet of which `sent` bytes were sent. Returns true if nothing is left.
-    fn keep_unsent(&mut self, length: &[u8], packet: &Departure, sent: usize) -> bool {
-        let header = packet.header.as_bytes();
-        let before = length.len() + header.len();
-        if sent >= before + packet.payload.len() {
-            return true;
+    /// Empties the queue, of which `sent` bytes were sent, and keeps a copy of the rest.
+    fn keep_unsent(&mut self, mut sent: usize) {
+        let mut heads = &self.heads[..];
+        for (head, payload) in self.batch.drain(..) {
+            let (own, others) = heads.split_at(head);
+            heads = others;
+            let skipped = sent.min(head);
+            self.unsent.extend_from_slice(&own[skipped..]);
+            sent -= skipped;
+            let skipped = sent.min(payload.len());
+            let left = payload.part(skipped as u64, (payload.len() - skipped) as u64);
+            left.into_iter().for_each(|left| left.read_to(&mut self.unsent));
+            sent -= skipped;
         }
-        (self.sent, self.unsent) = (sent.min(before), [length, header].concat());
-        let gone = sent.saturating_sub(before);
-        let left = packet.payload.part(gone as u64, (packet.payload.len() - gone) as u64);
-        left.into_iter().for_each(|left| left.read_to(&mut self.unsent));
-        false
+        self.heads.clear();
     }
 
     /// Sends `unsent`. Returns true once it is empty.
