@@ -26,6 +26,8 @@ const MEMORY: usize = 4 << 20;
 /// Writes under way.
 const DEPTH: u64 = 16;
 const PATIENCE: Duration = Duration::from_secs(15);
+/// How often a silent client is asked for a sign of life.
+const PROBE_EVERY: Duration = Duration::from_secs(1);
 /// Immediate data that ends the latency part, or the session.
 const LAST: u64 = u64::MAX;
 
@@ -78,9 +80,7 @@ fn wrong(text: &str) -> Failure {
 fn wait(endpoint: &Endpoint, kind: Kind, patience: Option<Duration>) -> Result<Completion, Failure> {
     loop {
         match endpoint.wait(patience) {
-            Some(completion) if completion.status != Status::Success => {
-                return Err(format!("{}: {}", name_of(completion.peer), completion.status).into());
-            }
+            Some(completion) if completion.status != Status::Success => return Err(failed(&completion)),
             Some(completion) if completion.kind == kind => return Ok(completion),
             Some(_) => {}
             None => return Err("the peer is silent".into()),
@@ -88,10 +88,24 @@ fn wait(endpoint: &Endpoint, kind: Kind, patience: Option<Duration>) -> Result<C
     }
 }
 
+/// Why an operation failed.
+fn failed(completion: &Completion) -> Failure {
+    if completion.peer.address.port() == 0 {
+        // That of no peer.
+        return "the host's vnetd, which ran the engine, has ended it: it was stopped, or does not allow it any more".into();
+    }
+    format!("{}: {}", name_of(completion.peer), completion.status).into()
+}
+
+/// Prints a line. Who needs only the first ones may have closed the pipe.
+fn say(line: &str) {
+    let _ = writeln!(std::io::stdout(), "{line}");
+}
+
 fn serve(bind: &str, once: bool) -> Result<(), Failure> {
     let node = Node::open(&Options { bind: bind_to(bind)?, ..Options::default() })?;
     let endpoint = node.endpoint(Some(0))?;
-    println!("{}", name_of(Peer { address: node.address(), endpoint: 0 }));
+    say(&name_of(Peer { address: node.address(), endpoint: 0 }));
     loop {
         let done = serve_one(&endpoint);
         if once {
@@ -118,9 +132,20 @@ fn serve_one(endpoint: &Endpoint) -> Result<(), Failure> {
     }
     // Rate: the client's writes need no answer but the acknowledgement.
     let cpu = cpu_seconds();
-    while wait(endpoint, Kind::Arrival, Some(Duration::from_secs(600)))?.data != Some(LAST) {}
-    // Who needs only the name may have closed the pipe.
-    let _ = writeln!(std::io::stdout(), "cpu_s {:.3}", cpu_seconds() - cpu);
+    let mut probed = false;
+    loop {
+        match endpoint.wait(Some(PROBE_EVERY)) {
+            Some(completion) if completion.status != Status::Success => return Err(failed(&completion)),
+            Some(completion) if completion.kind == Kind::Write => probed = false,
+            Some(completion) if completion.data == Some(LAST) => break,
+            // A write of nothing fails if the client is gone.
+            None if !std::mem::replace(&mut probed, true) => {
+                endpoint.write(peer, region.span(0, 0)?, (key, 0), None, 0)?;
+            }
+            _ => {}
+        }
+    }
+    say(&format!("cpu_s {:.3}", cpu_seconds() - cpu));
     Ok(endpoint.deregister(region.key())?)
 }
 
@@ -156,19 +181,19 @@ fn measure(bind: Option<&str>, name: &str, size: &str, seconds: &str) -> Result<
     let mut times = latency(&endpoint, &region, peer, key, latency_s)?;
     times.sort();
     let at = |share: usize| times[(times.len() - 1) * share / 100].as_nanos() as f64 / 2000.0;
-    println!("latency_us {:.2} p99_us {:.2} messages {}", at(50), at(99), times.len());
+    say(&format!("latency_us {:.2} p99_us {:.2} messages {}", at(50), at(99), times.len()));
     let cpu = cpu_seconds();
     let start = Instant::now();
     let bytes = rate(&endpoint, &region, (peer, key), size, rate_s)?;
     let time = start.elapsed().as_secs_f64();
     let cpu = (cpu_seconds() - cpu) / (bytes as f64 / 1e9);
-    println!(
+    say(&format!(
         "gbit_s {:.5} size {size} cpu_s_per_gb {cpu:.3} resent {} attachment {} streams {}",
         bytes as f64 * 8e-9 / time,
         node.counters().resent,
         endpoint.attachment(peer),
         node.stream_counters().streams
-    );
+    ));
     endpoint.write(peer, region.span(0, 1)?, (key, 0), Some(LAST), 0)?;
     wait(&endpoint, Kind::Write, Some(PATIENCE))?;
     Ok(())

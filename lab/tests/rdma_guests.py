@@ -17,6 +17,7 @@ PORT = 7000
 BOOT_S = 120
 """Emulated guests take their time."""
 LARGER_PIECES = "echo advise >/sys/kernel/mm/transparent_hugepage/shmem_enabled || true"
+"""Kernels without huge pages have no such setting, and need none."""
 
 
 def start_helpers(lab: Topology) -> None:

@@ -22,7 +22,7 @@ use vnet_control::desired::Desired;
 use vnet_rdma::Span;
 use vnet_rdma::daemon::{Datagrams, GuestFrame, Lent, ShareSettings};
 use vnet_rdma::meeting::{Decline, KeyRequest, Keys, Reach};
-use vnet_rdma::vm::{self, GuestHost, Nic, Run, Stations, Token};
+use vnet_rdma::vm::{self, GuestHost, Nic, PerSecond, Run, Stations, Token};
 
 use crate::rdma_engine::{RdmaEngine, share_of};
 use crate::sealing::KeyKeeper;
@@ -36,6 +36,10 @@ const _: () = assert!(vm::PAGE == window::PAGE && vm::RUNS_MAX == window::RUNS_M
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// Control frames of one guest in a round.
 const FRAMES: usize = 64;
+/// Maximum number of questions about peers that are looked into in a second, of all guests (as of all containers) and of one. Beyond, engines are
+/// told to ask again.
+const LOOKUPS_PER_S: u32 = 1000;
+const LOOKUPS_OF_GUEST_PER_S: u32 = 200;
 /// Offset of the checksum from the UDP header's start.
 const UDP_CHECKSUM: u16 = 6;
 
@@ -77,7 +81,8 @@ struct Guest {
 
 fn run(shared: &Shared, rdma: &RdmaEngine, stop: &(AtomicBool, OwnedFd)) {
     let (mut guests, mut look_at): (Vec<Guest>, _) = (vec![], Instant::now());
-    let keeper = Arc::new(Mutex::new(KeyKeeper::of_guests(shared)));
+    let keeper = KeyKeeper::of_guests(shared);
+    let answers = Arc::new(Mutex::new(Answers { keeper, looked_up: PerSecond::default() }));
     while !stop.0.load(Ordering::Relaxed) {
         let now = Instant::now();
         if now >= look_at {
@@ -91,7 +96,7 @@ fn run(shared: &Shared, rdma: &RdmaEngine, stop: &(AtomicBool, OwnedFd)) {
                 )
             });
             if let Some(wanted) = wanted {
-                follow(&mut guests, wanted, rdma, &keeper);
+                follow(&mut guests, wanted, rdma, &answers);
             }
         }
         for guest in &mut guests {
@@ -107,15 +112,19 @@ fn follow(
     guests: &mut Vec<Guest>,
     wanted: Vec<(Result<ShareSettings, Decline>, String, Arc<Sideband>)>,
     rdma: &RdmaEngine,
-    keeper: &Arc<Mutex<KeyKeeper>>,
+    answers: &Arc<Mutex<Answers>>,
 ) {
     guests.retain(|guest| wanted.iter().any(|(_, _, sideband)| Arc::ptr_eq(sideband, &guest.sideband)));
     for (share, name, sideband) in wanted {
         match guests.iter_mut().find(|guest| Arc::ptr_eq(&guest.sideband, &sideband)) {
             Some(guest) => guest.share = share,
             None => {
-                let (sideband, keeper) = (Arc::clone(&sideband), Arc::clone(keeper));
-                let nic = Arc::new(GuestNic { sideband: Arc::clone(&sideband), name: name.clone(), keeper });
+                let nic = Arc::new(GuestNic {
+                    sideband: Arc::clone(&sideband),
+                    name: name.clone(),
+                    answers: Arc::clone(answers),
+                    looked_up: Mutex::default(),
+                });
                 match rdma.guest_host(nic, &name, sideband.origin().port.0) {
                     Some(Ok(host)) => guests.push(Guest { sideband, host, share, next: None }),
                     Some(Err(error)) => {
@@ -168,8 +177,25 @@ impl Guest {
 struct GuestNic {
     sideband: Arc<Sideband>,
     name: String,
-    /// Only the thread of guests uses it.
-    keeper: Arc<Mutex<KeyKeeper>>,
+    /// Only the thread of guests uses these.
+    answers: Arc<Mutex<Answers>>,
+    looked_up: Mutex<PerSecond>,
+}
+
+/// What answers the questions of all guests' engines.
+struct Answers {
+    keeper: KeyKeeper,
+    looked_up: PerSecond,
+}
+
+impl Answers {
+    /// The keeper, unless too much was asked in this second: by all, or by the guest whose questions are counted in `own`.
+    fn keeper(&mut self, now: Instant, own: &mut PerSecond) -> Option<&mut KeyKeeper> {
+        let may = self.looked_up.full_until(now, LOOKUPS_PER_S).is_none()
+            && own.takes(now, LOOKUPS_OF_GUEST_PER_S)
+            && self.looked_up.takes(now, LOOKUPS_PER_S);
+        may.then_some(&mut self.keeper)
+    }
 }
 
 impl Nic for GuestNic {
@@ -197,15 +223,19 @@ impl Nic for GuestNic {
     }
 
     fn reach(&self, stations: &Stations) -> Reach {
-        self.keeper.lock().reach_from(&self.name, stations)
+        let mut answers = self.answers.lock();
+        let keeper = answers.keeper(Instant::now(), &mut self.looked_up.lock());
+        keeper.map_or(Reach::NotYet, |keeper| keeper.reach_from(&self.name, stations))
     }
 
     fn keys(&self, name: Token, stations: &Stations, request: &KeyRequest) -> Result<Keys, Reach> {
-        self.keeper.lock().keys_from(name, (&self.name, stations), request)
+        let mut answers = self.answers.lock();
+        let keeper = answers.keeper(Instant::now(), &mut self.looked_up.lock());
+        keeper.ok_or(Reach::NotYet)?.keys_from(name, (&self.name, stations), request)
     }
 
     fn gone(&self, name: Token) {
-        self.keeper.lock().end(name);
+        self.answers.lock().keeper.end(name);
     }
 }
 
@@ -290,6 +320,21 @@ mod tests {
     use vnet_control::config;
 
     use super::*;
+
+    #[test]
+    fn one_guest_leaves_questions_to_others() {
+        let keeper = KeyKeeper::of_guests(&Shared::default());
+        let mut answers = Answers { keeper, looked_up: PerSecond::default() };
+        let mut guests = [PerSecond::default(); 6];
+        let mut asked = |guest: usize, now| {
+            (0..LOOKUPS_PER_S).filter(|_| answers.keeper(now, &mut guests[guest]).is_some()).count() as u32
+        };
+        let now = Instant::now();
+        assert_eq!(asked(0, now), LOOKUPS_OF_GUEST_PER_S);
+        let others: u32 = (1..6).map(|guest| asked(guest, now)).sum();
+        assert_eq!(others, LOOKUPS_PER_S - LOOKUPS_OF_GUEST_PER_S);
+        assert_eq!(asked(0, now + Duration::from_secs(1)), LOOKUPS_OF_GUEST_PER_S);
+    }
 
     #[test]
     fn both_crates_mean_the_same_addresses() {

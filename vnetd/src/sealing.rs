@@ -7,11 +7,10 @@
 //!
 //! With its keys a session gets the kernel's own path across the link (`vnet::dispatch::sealed_sessions`), until the application is gone.
 
-use std::collections::HashMap;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use vnet::dispatch::sealed_sessions::{Application, SealedSessions};
 use vnet::frame::NetworkId;
@@ -29,18 +28,11 @@ use crate::shared::Shared;
 /// How long the question of a container waits while the engine is changed. The application asks again.
 const PATIENCE: Duration = Duration::from_millis(100);
 
-/// Maximum number of questions about peers of virtual machines that are looked into in a second, in all (as for containers) and of one. Beyond,
-/// engines are told to ask again.
-const LOOKUPS_PER_S: u32 = 1000;
-const LOOKUPS_OF_ONE_PER_S: u32 = 200;
-
 /// Answers the questions of applications.
 pub struct KeyKeeper {
     shared: Shared,
     /// `None`: it never waits.
     patience: Option<Duration>,
-    /// The current second, and the numbers of questions about peers of virtual machines in it, in all and by interface.
-    looked_up: (Option<Instant>, u32, HashMap<String, u32>),
     /// The sessions of the core; `None` before there is one.
     sessions: Option<Arc<SealedSessions>>,
 }
@@ -60,8 +52,7 @@ struct Found {
 impl KeyKeeper {
     /// For containers.
     pub fn new(shared: &Shared) -> KeyKeeper {
-        let looked_up = (None, 0, HashMap::new());
-        KeyKeeper { shared: shared.clone(), patience: Some(PATIENCE), looked_up, sessions: None }
+        KeyKeeper { shared: shared.clone(), patience: Some(PATIENCE), sessions: None }
     }
 
     /// For virtual machines: never waits, because the thread that asks passes their bells, too.
@@ -77,26 +68,8 @@ impl KeyKeeper {
         engine?.as_ref().map(task)
     }
 
-    /// Counts a question of the virtual machine at an interface. Returns false if it has asked too much in this second.
-    fn may_look_up(&mut self, now: Instant, interface: &str) -> bool {
-        let (since, all, each) = &mut self.looked_up;
-        if since.is_none_or(|since| now.saturating_duration_since(since).as_secs() > 0) {
-            (*since, *all) = (Some(now), 0);
-            each.clear();
-        }
-        let own = each.entry(interface.to_owned()).or_default();
-        let may = *all < LOOKUPS_PER_S && *own < LOOKUPS_OF_ONE_PER_S;
-        if may {
-            (*all, *own) = (*all + 1, *own + 1);
-        }
-        may
-    }
-
     /// The sealed link by which packets from an interface reach a station.
-    fn find_from(&mut self, interface: &str, stations: &Stations) -> Result<Found, Reach> {
-        if !self.may_look_up(Instant::now(), interface) {
-            return Err(Reach::NotYet);
-        }
+    fn find_from(&self, interface: &str, stations: &Stations) -> Result<Found, Reach> {
         let (source, mac) = stations.own;
         let next = stations.peer.map_or(Next::Unknown, |mac| Next::Destination(Mac(mac)));
         self.with(|engine| {
@@ -112,7 +85,7 @@ impl KeyKeeper {
     }
 
     /// How packets from an interface reach a station.
-    pub fn reach_from(&mut self, interface: &str, stations: &Stations) -> Reach {
+    pub fn reach_from(&self, interface: &str, stations: &Stations) -> Reach {
         self.find_from(interface, stations).map_or_else(|reach| reach, |_| Reach::Sealed)
     }
 
@@ -283,20 +256,6 @@ impl Sealer for KeyKeeper {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn one_virtual_machine_leaves_questions_to_others() {
-        let mut keeper = KeyKeeper::of_guests(&Shared::default());
-        let now = Instant::now();
-        let asked = |keeper: &mut KeyKeeper, name, now| {
-            (0..LOOKUPS_PER_S).filter(|_| keeper.may_look_up(now, name)).count() as u32
-        };
-        assert_eq!(asked(&mut keeper, "vm1", now), LOOKUPS_OF_ONE_PER_S);
-        assert_eq!(asked(&mut keeper, "vm2", now), LOOKUPS_OF_ONE_PER_S);
-        let all: u32 = ["vm3", "vm4", "vm5", "vm6"].map(|name| asked(&mut keeper, name, now)).iter().sum();
-        assert_eq!(all, LOOKUPS_PER_S - 2 * LOOKUPS_OF_ONE_PER_S);
-        assert_eq!(asked(&mut keeper, "vm1", now + Duration::from_secs(1)), LOOKUPS_OF_ONE_PER_S);
-    }
 
     #[test]
     fn both_sides_name_a_session_alike() {

@@ -2,12 +2,12 @@
 //!
 //! One socket serves all peers, so the kernel looks up the route of each packet, on its way out and on its way in. A socket that is connected
 //! to a peer remembers both: 8 bytes take 0.5 to 0.8 us less in one direction (docs/lab-notes/2026-11-27-interconnect-bars.md). It has the
-//! address and port of the node's socket, and the kernel prefers it for what comes from its peer. Peers see no difference.
+//! address and port of the node's socket, and the kernel delivers its peer's datagrams to it. Peers see no difference.
 //!
 //! A peer gets it for many datagrams in a row, and keeps it while others do not send more. Only datagrams count that the engine takes: strangers
-//! neither get it nor take it away. More sockets would take more looks, each of which takes a tenth of a message's time.
+//! neither get it nor take it away. There is one such socket because polling another one takes a tenth of a message's time.
 //!
-//! What waits in a socket is taken before its successor is looked at, so that nothing is lost or changes its order when peers change.
+//! What waits in a socket is received before its successor is polled, so that nothing is lost or changes its order when peers change.
 
 use std::io;
 use std::net::{SocketAddr, UdpSocket};
@@ -18,19 +18,18 @@ use super::udp::{prepare, set};
 
 /// Datagrams in a row for which a peer gets the socket, and by which others have to exceed it to take it away.
 const IN_A_ROW: u32 = 64;
-/// One in so many looks goes to the node's socket, too, if nothing was there at the last one.
-const LOOKS: u32 = 4;
+/// One in so many polls polls the node's socket, too, if nothing was there at the last one.
+const NODE_EVERY: u32 = 4;
 /// Pause after the socket could not be opened.
 const BARRED_NS: u64 = 10_000_000_000;
-/// From this port nothing is ever sent to a node (tcpmux, RFC 1078, has no UDP).
+/// A port of the own address from which no program sends (tcpmux).
 const NOBODY: u16 = 1;
 
-/// Where a datagram was found.
+/// The socket that had a datagram: the node's, the busiest peer's, or that of an earlier one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Place {
     Node,
     Peer,
-    /// In the socket of an earlier peer.
     Retired,
 }
 
@@ -52,8 +51,8 @@ pub(super) struct BusyPeer {
     row: (Option<SocketAddr>, u32),
     /// By how many datagrams others exceed the peer.
     others: u32,
-    looks: u32,
-    /// The last look at the node's socket found something.
+    polls: u32,
+    /// The node's socket had something when it was polled last.
     node_has_more: bool,
     /// What came for the peer before it had a socket may still be in the node's.
     is_new: bool,
@@ -63,22 +62,22 @@ pub(super) struct BusyPeer {
 }
 
 impl BusyPeer {
-    /// The places to look for a datagram, in order; `node`: the node's socket. `all`: there may be no further look soon.
-    pub(super) fn places(&mut self, node: RawFd, all: bool) -> [Option<(RawFd, Place)>; 2] {
+    /// The sockets to poll for a datagram, in order; `node`: the node's socket. `all`: there may be no further poll soon.
+    pub(super) fn sockets(&mut self, node: RawFd, all: bool) -> [Option<(RawFd, Place)>; 2] {
         if let Some((socket, false)) = &self.retired {
             return [Some((socket.as_raw_fd(), Place::Retired)), None];
         }
-        self.looks = self.looks.wrapping_add(1);
+        self.polls = self.polls.wrapping_add(1);
         let node = Some((node, Place::Node));
         let Some((socket, _)) = &self.connected else { return [node, None] };
-        let looks_at_node = all || self.is_new || self.node_has_more || self.looks.is_multiple_of(LOOKS);
+        let polls_node = all || self.is_new || self.node_has_more || self.polls.is_multiple_of(NODE_EVERY);
         let peer = Some((socket.as_raw_fd(), Place::Peer));
         // Others come first in their turn, so that a busy peer keeps nobody waiting.
-        if looks_at_node { [node, peer] } else { [peer, None] }
+        if polls_node { [node, peer] } else { [peer, None] }
     }
 
-    /// A look at a place has found a datagram of this sender, or none. Returns whether the next place is looked at.
-    pub(super) fn looked(&mut self, place: Place, found: Option<SocketAddr>) -> bool {
+    /// A socket was polled, and had a datagram of this sender, or none. Returns whether the next one is polled.
+    pub(super) fn polled(&mut self, place: Place, found: Option<SocketAddr>) -> bool {
         self.last = found.map(|from| (from, place));
         match (place, &mut self.retired) {
             (Place::Node, _) => {
@@ -142,8 +141,9 @@ impl BusyPeer {
         (self.row, self.others, self.is_new) = ((None, 0), 0, false);
         let Some((socket, _)) = self.connected.take() else { return };
         // Nothing more arrives there, also if a forked child holds a copy.
-        if let Ok(own) = socket.local_addr() {
-            let _ = socket.connect(SocketAddr::new(own.ip(), NOBODY));
+        if let Ok(mut own) = socket.local_addr() {
+            own.set_port(NOBODY);
+            let _ = socket.connect(own);
         }
         self.retired = Some((socket, false));
     }
@@ -210,20 +210,20 @@ mod tests {
     /// The node's socket has brought so many datagrams that the engine took.
     fn hear(busy: &mut BusyPeer, from: SocketAddr, place: Place, times: u32) {
         for _ in 0..times {
-            busy.looked(place, Some(from));
+            busy.polled(place, Some(from));
             busy.accepted();
         }
     }
 
-    /// What is received at the places that are looked at.
+    /// What is received from the sockets that are polled.
     fn receive(busy: &mut BusyPeer, node: &UdpSocket) -> Option<(Vec<u8>, Place)> {
         let mut bytes = [0; 16];
-        for (fd, place) in busy.places(node.as_raw_fd(), true).into_iter().flatten() {
+        for (fd, place) in busy.sockets(node.as_raw_fd(), true).into_iter().flatten() {
             // SAFETY: the descriptor is that of an open socket, which outlives the call.
             let fd = unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) };
             let found = rustix::net::recvfrom(fd, &mut bytes, rustix::net::RecvFlags::DONTWAIT).ok();
             let from = found.as_ref().and_then(|(_, _, from)| from.clone()?.try_into().ok());
-            let goes_on = busy.looked(place, from);
+            let goes_on = busy.polled(place, from);
             if let Some((len, ..)) = found {
                 return Some((bytes[..len].to_vec(), place));
             }
@@ -243,7 +243,7 @@ mod tests {
             hear(&mut busy, from, Place::Node, IN_A_ROW - 1);
             hear(&mut busy, stranger, Place::Node, 1);
             // The engine has not taken these.
-            (0..2 * IN_A_ROW).for_each(|_| _ = busy.looked(Place::Node, Some(own)));
+            (0..2 * IN_A_ROW).for_each(|_| _ = busy.polled(Place::Node, Some(own)));
         }
         assert_eq!(busy.change(0), None, "others are between");
         hear(&mut busy, from, Place::Node, IN_A_ROW);
@@ -260,14 +260,14 @@ mod tests {
             found.extend(receive(&mut busy, &node));
         }
         assert_eq!(found, expected.map(|(text, place)| (text.as_bytes().to_vec(), place)));
-        // One look in four goes to the node's socket, more after it had something.
-        busy.looked(Place::Node, None);
+        // One poll in four polls the node's socket, all do after it had something.
+        busy.polled(Place::Node, None);
         let fd = node.as_raw_fd();
-        let at_node = |busy: &mut BusyPeer, all| busy.places(fd, all)[0] == Some((fd, Place::Node));
-        let looks = |busy: &mut BusyPeer, all| (0..8).filter(|_| at_node(busy, all)).count();
-        assert_eq!((looks(&mut busy, false), looks(&mut busy, true)), (2, 8));
-        busy.looked(Place::Node, Some(stranger));
-        assert_eq!(looks(&mut busy, false), 8);
+        let at_node = |busy: &mut BusyPeer, all| busy.sockets(fd, all)[0] == Some((fd, Place::Node));
+        let polls = |busy: &mut BusyPeer, all| (0..8).filter(|_| at_node(busy, all)).count();
+        assert_eq!((polls(&mut busy, false), polls(&mut busy, true)), (2, 8));
+        busy.polled(Place::Node, Some(stranger));
+        assert_eq!(polls(&mut busy, false), 8);
         for _ in 0..3 {
             hear(&mut busy, stranger, Place::Node, IN_A_ROW - 1);
             hear(&mut busy, from, Place::Peer, IN_A_ROW);

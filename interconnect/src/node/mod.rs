@@ -1,5 +1,5 @@
 //! The process engine: runs the protocol inside the application over a UDP socket or in raw Ethernet frames (`wire.rs`), and through shared
-//! memory with processes of the same host (`local.rs`). Large transfers take TCP connections beside the socket (`streams/`). Packets to peers behind sealed links are sealed on their way to the socket ([`crate::seal`]).
+//! memory with processes of the same host (`local.rs`). The busiest peer has a socket of its own (`busy_peer.rs`). Large transfers take TCP connections beside the socket (`streams/`). Packets to peers behind sealed links are sealed on their way to the socket ([`crate::seal`]).
 //!
 //! Each call that polls or waits makes progress: it receives packets, lets the engine send, and takes completions. If the
 //! application has not called for some milliseconds, a library thread makes progress instead, so that peers get answers while
@@ -286,7 +286,7 @@ impl Shared {
         let now = self.now();
         let mut arrived = self.receive_local(inner, now);
         let receives = if inner.local.is_socket_turn(now) { RECEIVES_MAX } else { 0 };
-        // While rings are in use, looks are rare.
+        // While rings are in use, the wire is polled rarely.
         let all = inner.local.has_rings();
         for _ in 0..receives {
             let Inner { engine, wire, seal, .. } = inner;

@@ -140,13 +140,13 @@ impl Socket {
         self.busy.peer()
     }
 
-    /// Receives a datagram without blocking. Unless it looks at `all` places, it may find none although one of a peer that is not the busiest
-    /// waits: one of four looks finds it.
+    /// Receives a datagram without blocking. Unless it polls `all` sockets, it may find none although one of a peer that is not the busiest
+    /// waits: one of four calls finds it.
     pub(crate) fn receive(&mut self, all: bool) -> Option<Received<'_>> {
         let mut taken = None;
-        for (fd, place) in self.busy.places(self.socket.as_raw_fd(), all).into_iter().flatten() {
+        for (fd, place) in self.busy.sockets(self.socket.as_raw_fd(), all).into_iter().flatten() {
             taken = receive_by(fd, &mut self.buffer);
-            if !self.busy.looked(place, taken.as_ref().map(|taken| taken.from)) {
+            if !self.busy.polled(place, taken.as_ref().map(|taken| taken.from)) {
                 break;
             }
         }

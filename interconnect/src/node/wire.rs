@@ -101,8 +101,8 @@ impl Wire {
         }
     }
 
-    /// Receives without blocking, and gives each packet to `take`. Returns whether any was there. Unless it looks at `all` sockets, it may
-    /// miss some, which a later look finds.
+    /// Receives without blocking, and gives each packet to `take`. Returns whether any was there. Unless it polls `all` sockets, it may
+    /// miss some, which a later call finds.
     pub(super) fn receive(&mut self, all: bool, mut take: impl FnMut(Arrival<'_>)) -> bool {
         match self {
             Wire::Udp(socket) => {

@@ -534,7 +534,7 @@ impl Sealing {
             }
             Note::Frames => format!("nothing is sent: {FRAMES_REFUSED}"),
             Note::Wanted => format!(
-                "{peer} takes only sealed packets, but this host's vnetd gives no keys: start it, or a newer one, and unset VNET_RDMA_MEETING"
+                "{peer} takes only sealed packets, but this host's vnetd gives no keys: start it, or a newer one, and unset VNET_RDMA_MEETING; in a virtual machine set VNET_RDMA_ATTACHMENT=vm"
             ),
         };
         if self.said.insert(note) {

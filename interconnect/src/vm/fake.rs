@@ -17,6 +17,7 @@ use super::wire::{PAGE, Run, Token};
 use crate::daemon::{Datagrams, GuestFrame, Lent, MacAddress};
 use crate::meeting::{KEY, KeyRequest, Keys, Reach, Role};
 use crate::proto::Span;
+use crate::seal::wire::is_sealing;
 
 /// Pages are scattered in pieces of so many, each before the one that precedes it.
 const PIECE: u64 = 16;
@@ -76,6 +77,8 @@ pub(super) struct FakeGuest {
     pub(super) reach: Arc<Mutex<Reach>>,
     /// How often engines got keys, and engines with keys that are gone.
     pub(super) engines: Arc<(AtomicUsize, AtomicUsize)>,
+    /// Packets of its applications that left unsealed, but for those of handshakes of sealing.
+    pub(super) clear_packets: Arc<AtomicUsize>,
 }
 
 /// Keys that both sides of a session derive from its nonces: a toy.
@@ -103,6 +106,7 @@ impl FakeGuest {
             mtu: 9000,
             reach: Arc::new(Mutex::new(Reach::AllClear)),
             engines: Arc::default(),
+            clear_packets: Arc::default(),
         }
     }
 
@@ -202,7 +206,8 @@ impl Nic for FakeGuest {
         }
         let queue = Queue::new();
         network.insert(address, Arc::clone(&queue));
-        Ok(Box::new(FakePort { address, queue, network: Arc::clone(&self.network), mtu: self.mtu }))
+        let (network, clear_packets) = (Arc::clone(&self.network), Arc::clone(&self.clear_packets));
+        Ok(Box::new(FakePort { address, queue, network, mtu: self.mtu, clear_packets }))
     }
 
     fn reach(&self, stations: &Stations) -> Reach {
@@ -229,11 +234,14 @@ struct FakePort {
     queue: Arc<Queue<GuestFrame>>,
     network: Network,
     mtu: usize,
+    clear_packets: Arc<AtomicUsize>,
 }
 
 impl Datagrams for FakePort {
     fn send(&mut self, frame: GuestFrame) -> bool {
         let Some(datagram) = crate::daemon::udp_frame::parse(&frame.bytes, true) else { return false };
+        let is_clear = !is_sealing(&frame.bytes[datagram.payload]);
+        self.clear_packets.fetch_add(is_clear.into(), Ordering::Relaxed);
         let to = self.network.lock().get(&datagram.to).cloned();
         to.inspect(|to| to.put(frame)).is_some()
     }

@@ -15,6 +15,7 @@ use rustix::net::{Shutdown, shutdown};
 
 use super::doorbell::Doorbell;
 use super::nic::Nic;
+use super::per_second::PerSecond;
 use super::questions::Questions;
 use super::wire::{Body, Message, OWN, PAGE, QUEUES, QUEUES_BYTES, RUNS_MAX, Run, ShareState, Token};
 use crate::daemon::carrier::{GuestPort, Neighbours};
@@ -87,8 +88,8 @@ pub struct GuestHost {
     id: ContainerId,
     attachments: Vec<Attachment>,
     random: ChaCha20Rng,
-    /// The second in which attachments were opened last, and their number.
-    opened: Option<(Instant, u32)>,
+    /// Attachments that were opened.
+    opened: PerSecond,
     /// When revocations were looked for last.
     looked_at: Option<Instant>,
 }
@@ -100,7 +101,15 @@ impl GuestHost {
     /// No random numbers.
     pub fn new(nic: Arc<dyn Nic>, service: Service, id: ContainerId) -> io::Result<Self> {
         let random = ChaCha20Rng::from_seed(random()?);
-        Ok(Self { nic, service, id, attachments: vec![], random, opened: None, looked_at: None })
+        Ok(Self {
+            nic,
+            service,
+            id,
+            attachments: vec![],
+            random,
+            opened: PerSecond::default(),
+            looked_at: None,
+        })
     }
 
     /// Takes a control frame of the guest. `share` is what its processes get, or why they may not be served.
@@ -196,13 +205,9 @@ impl GuestHost {
     }
 
     fn admit(&mut self, now: Instant, request: &Request) -> Result<Box<dyn Datagrams>, Decline> {
-        let (since, opened) = self.opened.unwrap_or((now, 0));
-        let (since, opened) =
-            if now.saturating_duration_since(since).as_secs() > 0 { (now, 0) } else { (since, opened) };
-        if self.attachments.len() >= ATTACHMENTS_MAX || opened >= OPENS_PER_S {
+        if self.attachments.len() >= ATTACHMENTS_MAX || !self.opened.takes(now, OPENS_PER_S) {
             return Err(Decline::TooMany);
         }
-        self.opened = Some((since, opened + 1));
         let bind = request.bind;
         if bind.port() < PORT_MIN {
             return Err(Decline::Port);

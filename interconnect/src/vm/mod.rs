@@ -20,7 +20,7 @@
 //! - `client.rs`: an attachment on the helper's side, without I/O;
 //! - `helper.rs`: the helper's loop, over a machine's own ways to pin pages and send frames;
 //! - `host.rs`: the daemon's side of one guest, where all input is hostile; `nic.rs`: what it needs of the interface;
-//! - `questions.rs`: keys of what crosses sealed links;
+//! - `questions.rs`: keys of what crosses sealed links; `per_second.rs`: a bound for what a guest may do in a second;
 //! - `fuzz.rs`: a hostile guest, for tests.
 //!
 //! docs/interconnect.md has the format of the frames.
@@ -34,6 +34,7 @@ pub mod fuzz;
 mod helper;
 mod host;
 mod nic;
+mod per_second;
 mod questions;
 #[cfg(test)]
 mod tests;
@@ -43,6 +44,7 @@ pub use client::{Client, Event};
 pub use helper::{Helper, Machine, Pinned, Reserved};
 pub use host::GuestHost;
 pub use nic::{Nic, Stations};
+pub use per_second::PerSecond;
 pub use wire::{
     Body, ETHERTYPE, FRAME_MAX, GROUP, Message, OWN, PAGE, QUEUES, QUEUES_BYTES, RUNS_MAX, Run, ShareState,
     Token,

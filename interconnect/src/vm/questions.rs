@@ -6,19 +6,20 @@
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use parking_lot::Mutex;
 use rustix::net::{RecvFlags, SendFlags, recv, send};
 
 use super::nic::{Nic, Stations};
+use super::per_second::PerSecond;
 use super::wire::Token;
 use crate::daemon::MacAddress;
 use crate::daemon::carrier::Neighbours;
 use crate::meeting::{Message, Reach};
 
-/// Questions of one engine that are answered in a second, as of a process in a container. Each looks up a route; a hostile guest has its engines ask about
-/// any number of peers.
+/// Questions of one engine that are answered in a second, as of a process in a container. Each looks up a route; a hostile guest has its engines
+/// ask about any number of peers.
 const QUESTIONS_PER_S: u32 = 100;
 
 /// The questions of one engine.
@@ -32,8 +33,8 @@ pub(super) struct Questions {
     neighbours: Arc<Mutex<Neighbours>>,
     /// The engine got keys.
     has_keys: bool,
-    /// The current second, and how much was asked in it.
-    second: (Option<Instant>, u32),
+    /// Questions that were answered.
+    answered: PerSecond,
     /// When questions are answered again, if not now.
     answers_at: Option<Instant>,
 }
@@ -46,25 +47,20 @@ impl Questions {
         own: (SocketAddr, MacAddress),
         neighbours: Arc<Mutex<Neighbours>>,
     ) -> Self {
-        Self { nic, socket, name, own, neighbours, has_keys: false, second: (None, 0), answers_at: None }
+        let answered = PerSecond::default();
+        Self { nic, socket, name, own, neighbours, has_keys: false, answered, answers_at: None }
     }
 
     /// Answers what has been asked. Returns when to call again, if questions beyond the bound may wait.
     pub(super) fn answer(&mut self, now: Instant) -> Option<Instant> {
-        const SECOND: Duration = Duration::from_secs(1);
-        let since = self.second.0.filter(|since| now.saturating_duration_since(*since) < SECOND);
-        if since.is_none() {
-            self.second = (Some(now), 0);
-        }
-        let has_left = |second: &(Option<Instant>, u32)| second.1 < QUESTIONS_PER_S;
-        while has_left(&self.second)
+        self.answers_at = self.answered.full_until(now, QUESTIONS_PER_S);
+        while self.answers_at.is_none()
             && let Some(message) = self.hear()
         {
+            self.answered.takes(now, QUESTIONS_PER_S);
             self.reply(message);
-            self.second.1 += 1;
+            self.answers_at = self.answered.full_until(now, QUESTIONS_PER_S);
         }
-        let end = self.second.0.map(|since| since + SECOND);
-        self.answers_at = end.filter(|_| !has_left(&self.second));
         self.answers_at
     }
 
@@ -120,6 +116,7 @@ impl Drop for Questions {
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::Ordering;
+    use std::time::Duration;
 
     use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 

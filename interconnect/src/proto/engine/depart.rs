@@ -30,7 +30,7 @@ pub struct Departure {
     pub to: SocketAddr,
     /// First part of the packet: the encoded header.
     pub header: Encoded,
-    /// Second part of the packet: the payload. It must be read before any call of the engine other than `depart`.
+    /// Second part of the packet: the payload. It must be read before the next call of the engine by which an operation may end.
     pub payload: Span,
     /// To be sent through the stream to this peer.
     pub by_stream: bool,

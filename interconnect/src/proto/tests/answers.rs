@@ -1,4 +1,4 @@
-//! Acknowledgements that travel with answers.
+//! Acknowledgements that piggyback on an application's answer.
 
 use super::world::{CLEAN, World};
 use crate::proto::{Config, Kind, Outgoing, Shape};
