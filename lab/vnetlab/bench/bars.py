@@ -46,10 +46,10 @@ _WAKING = f"processes that wake take most of the time, on the bare underlay, too
 _NEW_FLOWS = f"a kernel bridge without vnet keeps no more: the scanner's own time ({_CONTROL})"
 _LARGE = f"large messages cost 4 % more than between bare hosts; PTRANS and RandomAccess scatter ({_CONTROL})"
 _BARS = "[note](lab-notes/2026-11-27-interconnect-bars.md)"
-_PATH = f"vnet's path takes as long without any protocol ({_BARS})"
+_PATH = f"on vnet's path plain UDP sockets take longer, too ({_BARS})"
 _NO_COPY = f"on this path not even a sender without copies reaches it ({_BARS})"
 _SPENT = f"the copies of a stream alone take more ({_BARS})"
-_LARGE_MESSAGES = f"super-frames pass one more queue; large messages have 1.7x of this since ({_BARS})"
+_LARGE_MESSAGES = f"super-frames pass one more queue; measured before large transfers became faster ({_BARS})"
 _GUESTS = "the emulated guests' own time ([note](lab-notes/2026-11-22-virtual-machine-latency.md))"
 
 
