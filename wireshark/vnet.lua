@@ -109,7 +109,7 @@ local FLAGS = {
     { 0x08, "tagged", "The tag counts" },
     { 0x10, "data", "The immediate data counts, or what was found is wanted" },
     { 0x20, "memory", "A write is offered, or a region is read" },
-    { 0x40, "resume", "First message after not ready" },
+    { 0x40, "resume", "First message after not ready; in a handshake: parts are taken" },
     { 0x80, "failure", "The end is among the failures" },
 }
 local names = {}
@@ -128,8 +128,9 @@ end
 
 -- Sealed packets, and those that make keys new: the high bits of the first byte are another version.
 local SEALING = 2
+local HEADER, PARTS_MAX = 16, 16
 local SEALED = {
-    [0] = { "SEALED", { { "id", 4, 4 }, { "number", 8, 8 } }, 32, "encrypted" },
+    [0] = { "SEALED", { { "part", 2, 1 }, { "last", 3, 1 }, { "id", 4, 4 }, { "number", 8, 8 } }, 32, "encrypted" },
     [1] = { "OPEN", { { "id", 4, 4 }, { "nonce", 8, 16 } }, 24 },
     [2] = { "AGREE", { { "epoch", 1, 1 }, { "id", 4, 4 }, { "own", 8, 4 }, { "nonce", 12, 16 } }, 28 },
     [3] = { "ASK", { { "id", 4, 4 } }, 8 },
@@ -143,6 +144,8 @@ local s = {
     epoch = ProtoField.uint8("vnet_rdma.seal.epoch", "Epoch of the link's keys"),
     id = ProtoField.uint32("vnet_rdma.seal.id", "Key id", base.HEX),
     own = ProtoField.uint32("vnet_rdma.seal.own", "Key id of the sender", base.HEX),
+    part = ProtoField.uint8("vnet_rdma.seal.part", "Part"),
+    last = ProtoField.uint8("vnet_rdma.seal.last", "Last part"),
     number = ProtoField.uint64("vnet_rdma.seal.number", "Number"),
     nonce = ProtoField.bytes("vnet_rdma.seal.nonce", "Random number"),
     encrypted = ProtoField.bytes("vnet_rdma.seal.encrypted", "Encrypted packet"),
@@ -155,11 +158,16 @@ rdma.fields = all
 
 -- Returns the kind of a packet of sealing, or nil.
 local function sealing(buffer)
-    if buffer:len() < 8 or buffer(0, 1):bitfield(0, 4) ~= SEALING or buffer(2, 2):uint() ~= 0 then
+    if buffer:len() < 8 or buffer(0, 1):bitfield(0, 4) ~= SEALING then
         return nil
     end
     local kind = SEALED[buffer(0, 1):bitfield(4, 4)]
-    local is_whole = kind and (buffer:len() == kind[3] or (kind[4] and buffer:len() > kind[3]))
+    local part, last = buffer(2, 1):uint(), buffer(3, 1):uint()
+    if part > last or last >= PARTS_MAX or (last > 0 and not (kind and kind[4])) then
+        return nil
+    end
+    -- A part has at least one byte behind the header.
+    local is_whole = kind and (buffer:len() == kind[3] or (kind[4] and buffer:len() > (last > 0 and HEADER or kind[3])))
     local epoch = buffer(1, 1):uint()
     return is_whole and (epoch == 0 or (kind[1] == "AGREE" and epoch < 4)) and kind or nil
 end
@@ -167,7 +175,11 @@ end
 local function dissect_sealing(kind, buffer, pinfo, tree)
     pinfo.cols.protocol = "VNET-RDMA"
     local text = string.format("%s key=0x%08x", kind[1], buffer(4, 4):uint())
-    if kind[4] then
+    local last = kind[4] and buffer(3, 1):uint() or 0
+    if last > 0 then
+        text = text .. string.format(" number=%s part=%u/%u", buffer(8, 8):uint64(), buffer(2, 1):uint() + 1, last + 1)
+        text = text .. string.format(" bytes=%u", buffer:len() - HEADER)
+    elseif kind[4] then
         text = text .. string.format(" number=%s encrypted=%u", buffer(8, 8):uint64(), buffer:len() - 32)
     end
     pinfo.cols.info = text
@@ -176,7 +188,9 @@ local function dissect_sealing(kind, buffer, pinfo, tree)
     for _, field in ipairs(kind[2]) do
         own:add(s[field[1]], buffer(field[2], field[3]))
     end
-    if kind[4] then
+    if last > 0 then
+        own:add(s.encrypted, buffer(HEADER))
+    elseif kind[4] then
         if buffer:len() > 32 then
             own:add(s.encrypted, buffer(16, buffer:len() - 32))
         end

@@ -81,7 +81,7 @@ def test_applications_seal_what_they_exchange(topology: Topology, tmp_path: Path
     near, far = topology.find("h1c1"), topology.find("h2c1")
     wait_for_path(near, far.address)
     with underlay_capture(topology.hosts[0]) as outside, underlay_capture(near) as inside:
-        figures = measured(near, far, seconds="5,0.01", size=16_384)
+        figures = measured(near, far, seconds="5,0.01", size=65_536)
     assert figures["attachment"] == "sealed"
     files = [tmp_path / "outside.pcap", tmp_path / "inside.pcap"]
     for file, seen in zip(files, (outside, inside), strict=True):
@@ -91,11 +91,13 @@ def test_applications_seal_what_they_exchange(topology: Topology, tmp_path: Path
     # Wireshark has another protocol for this port.
     words = ["tshark", "-X", f"lua_script:{DISSECTOR}", "-d", "udp.port==7000,vnet_rdma", "-r", str(files[1])]
     words += ["-Y", FROM_PROGRAM, "-T", "fields"]
-    fields = ["-e", "udp.payload", "-e", "vnet_rdma.kind", "-e", "vnet_rdma.seal.kind", "-e", "vnet_rdma.seal.number"]
+    fields = ["-e", "udp.payload", "-e", "vnet_rdma.kind", "-e", "vnet_rdma.seal.last", "-e", "vnet_rdma.seal.kind"]
+    fields += ["-e", "vnet_rdma.seal.number"]
     lines = [line.split("\t") for line in run([*words, *fields]).splitlines()]
     assert len(lines) > 1000
     assert {payload[0] for payload, *_ in lines} == {"2"}, "every packet is one of sealing"
     assert {kind for _, kind, *_ in lines} == {""}, "none is in clear text"
+    assert {last for *_, last, _, _ in lines} >= {"0", "10"}, "large transfers are sealed in packets of eleven parts"
     assert {kind for *_, kind, _ in lines} == {"0", "1", "2"}, "encrypted packets, and one handshake"
     assert sum(kind == "2" for *_, kind, _ in lines) < 4, "the link's rekeying does not end sessions"
 

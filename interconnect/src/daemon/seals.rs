@@ -45,7 +45,7 @@ impl Seals {
 
     /// Processes a packet that has arrived. Returns the packet of the protocol, if it is or contains one.
     pub(super) fn arrive<'a>(
-        &mut self,
+        &'a mut self,
         now: u64,
         from: SocketAddr,
         packet: &'a mut [u8],

@@ -120,6 +120,7 @@ impl Served {
     ) -> Self {
         let config = Config {
             datagram_max: carrier.datagram_max(),
+            takes_parts: true,
             receive_budget: carrier.receive_room().clamp(64 << 10, 4 << 20),
             unexpected_bytes_max: UNEXPECTED_BYTES_MAX,
             kept_bytes_max: KEPT_BYTES_MAX,

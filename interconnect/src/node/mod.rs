@@ -159,7 +159,8 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Self {
-        let config = Config { datagram_max: 65_507, receive_budget: 0, ..Config::default() };
+        let config =
+            Config { datagram_max: 65_507, takes_parts: true, receive_budget: 0, ..Config::default() };
         let meeting = std::env::var(MEETING_VARIABLE).unwrap_or_else(|_| meeting::SOCKET.into());
         let meeting = Some(meeting).filter(|name| !name.is_empty());
         let set = |variable| std::env::var(variable).ok().filter(|value| !value.is_empty());
@@ -202,6 +203,7 @@ impl Inner {
             let most = self.engine.config().datagram_max;
             let Ok(datagram) = self.wire.packet_to(address, most) else { continue };
             self.engine.limit_datagram(address, datagram.min(most) - OVERHEAD);
+            self.engine.set_parts(address, matches!(self.wire, Wire::Udp(_)));
             // Streams are not sealed.
             self.engine.refuse_streams(address);
             self.engine.greet_again(address);
@@ -353,7 +355,13 @@ impl Shared {
                 continue;
             }
             match seal.depart(now, packet.to, packet.header.as_bytes(), packet.payload) {
-                Way::Clear => wire.send(packet),
+                Way::Clear => {
+                    if packet.parts_of > 0 {
+                        // The link is no longer sealed. Until the packet has arrived, the kernel fragments it.
+                        engine.set_parts(packet.to, false);
+                    }
+                    wire.send(packet);
+                }
                 Way::Sealed(session) => wire.send_sealed(packet, session),
                 Way::Held => {}
             }

@@ -57,10 +57,14 @@ struct Side {
 }
 
 fn side(reach: Reach) -> Side {
+    side_with(reach, Options::default().config.datagram_max)
+}
+
+fn side_with(reach: Reach, datagram_max: usize) -> Side {
     let name = unique();
     let daemon = Daemon::start(&name, reach);
     let bind = "127.0.0.1:0".parse().unwrap();
-    let config = Config { dead_after_ns: 2_000_000_000, ..Options::default().config };
+    let config = Config { dead_after_ns: 2_000_000_000, datagram_max, ..Options::default().config };
     let options = Options { bind, meeting: Some(name), seal: None, config, ..Options::default() };
     let node = Node::open(&options).unwrap();
     let end = node.endpoint(Some(0)).unwrap();
@@ -108,6 +112,27 @@ fn nodes_behind_a_sealed_link_seal_what_they_send() {
         b.end.poll();
     }
     assert_eq!(b.node.counters().packets_in, before.packets_in);
+}
+
+/// Where datagrams are as on an Ethernet, large transfers are sealed in larger packets.
+#[test]
+fn large_transfers_are_sealed_in_parts() {
+    let (a, b) = (side_with(Reach::Sealed, 1400), side_with(Reach::Sealed, 1400));
+    for round in 0..20 {
+        let bytes: Vec<u8> = (0..LEN).map(|place| (place * 11 + place / 255) as u8 ^ round).collect();
+        a.region.fill(0, &bytes).unwrap();
+        let (span, key) = (a.region.span(0, LEN).unwrap(), b.region.key());
+        a.end.write(b.peer, span, (key, 0), None, 0).unwrap();
+        assert_eq!(wait(&a.end, Kind::Write).status, Status::Success);
+        let mut arrived = vec![0; LEN];
+        b.region.copy_to(0, &mut arrived).unwrap();
+        assert!(arrived == bytes, "round {round}");
+    }
+    let sealed = b.node.seal_counters();
+    assert_eq!((sealed.clear, sealed.forged, sealed.incomplete), (0, 0, 0));
+    // Packets of 1 400 bytes would be ten times as many.
+    let most = 20 * (LEN / 5000) as u64;
+    assert!(sealed.packets_in < most, "{} packets for {} bytes", sealed.packets_in, 20 * LEN);
 }
 
 #[test]

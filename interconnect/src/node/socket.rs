@@ -9,7 +9,7 @@ use std::ptr;
 use super::busy_peer::{BusyPeer, Change};
 use super::udp::prepare;
 use crate::proto::{Departure, Span};
-use crate::seal::{OVERHEAD, Session};
+use crate::seal::{OVERHEAD, Session, sealed_in_parts};
 
 /// Maximum number of packets per system call: `UDP_MAX_SEGMENTS` of older kernels.
 const TRAIN_PACKETS_MAX: usize = 64;
@@ -158,7 +158,7 @@ impl Socket {
     pub(crate) fn send(&mut self, packet: &Departure) {
         let header = packet.header.as_bytes();
         let bytes = header.len() + packet.payload.len();
-        self.make_room(packet.to, bytes, self.train.sealed.is_empty());
+        self.make_room(packet.to, bytes, bytes, self.train.sealed.is_empty());
         self.train.heads.extend_from_slice(header);
         let (head, rest) = if packet.payload.len() <= COPIED_MAX {
             packet.payload.read_to(&mut self.train.heads);
@@ -172,28 +172,34 @@ impl Socket {
     /// Like `send`, but seals the packet.
     pub(crate) fn send_sealed(&mut self, packet: &Departure, session: &mut Session) {
         let header = packet.header.as_bytes();
-        let bytes = header.len() + packet.payload.len() + OVERHEAD;
-        self.make_room(packet.to, bytes, self.train.packets.is_empty());
-        session.seal(&mut self.train.sealed, header, packet.payload);
+        let bytes = header.len() + packet.payload.len();
+        let is_same_kind = self.train.packets.is_empty();
+        if packet.parts_of > 0 {
+            let datagram = packet.parts_of + OVERHEAD;
+            self.make_room(packet.to, datagram, sealed_in_parts(bytes, datagram), is_same_kind);
+            session.seal_in_parts(&mut self.train.sealed, header, packet.payload, datagram);
+        } else {
+            self.make_room(packet.to, bytes + OVERHEAD, bytes + OVERHEAD, is_same_kind);
+            session.seal(&mut self.train.sealed, header, packet.payload);
+        }
     }
 
-    /// Sends the train unless a packet of this size joins it.
-    fn make_room(&mut self, to: SocketAddr, bytes: usize, is_same_kind: bool) {
+    /// Sends the train unless a packet of `bytes` bytes joins it, in datagrams of `datagram` bytes of which the last may be shorter.
+    fn make_room(&mut self, to: SocketAddr, datagram: usize, bytes: usize, is_same_kind: bool) {
         let train = &self.train;
         let fits = train.to == Some(to)
             && is_same_kind
             && !train.is_closed
-            && bytes <= train.segment
-            && train.bytes + bytes <= TRAIN_BYTES_MAX
-            && train.bytes < train.segment * TRAIN_PACKETS_MAX;
+            && (datagram == train.segment || datagram == bytes && bytes <= train.segment)
+            && train.bytes + bytes <= TRAIN_BYTES_MAX.min(train.segment * TRAIN_PACKETS_MAX);
         if !fits {
             self.flush();
             self.train.to = Some(to);
-            self.train.segment = bytes;
+            self.train.segment = datagram;
         }
         let train = &mut self.train;
         train.bytes += bytes;
-        train.is_closed = bytes < train.segment;
+        train.is_closed = !bytes.is_multiple_of(train.segment);
     }
 
     /// Sends a packet that joins no train.

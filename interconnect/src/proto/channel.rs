@@ -366,6 +366,20 @@ pub(super) struct StreamState {
     pub(super) outgoing: Option<bool>,
 }
 
+/// State of a channel's packets in parts; see `engine/parts.rs`.
+#[derive(Default)]
+pub(super) struct Parts {
+    /// The node can send them.
+    pub(super) is_possible: bool,
+    /// The peer takes them.
+    pub(super) is_taken: bool,
+    /// Number of such packets sent, and sent again, over which losses are counted.
+    pub(super) sent: u32,
+    pub(super) lost: u32,
+    /// Until when none is sent because the path is lossy.
+    pub(super) avoided_until: u64,
+}
+
 /// A channel. Its number is its index in the engine.
 pub(super) struct Channel {
     pub(super) address: SocketAddr,
@@ -380,6 +394,7 @@ pub(super) struct Channel {
     pub(super) hellos: u32,
     pub(super) is_welcome_due: bool,
     pub(super) datagram: usize,
+    pub(super) parts: Parts,
     /// Packets travel through shared memory; the datagram size of the network meanwhile.
     pub(super) local: Option<usize>,
     /// Names this channel in an invitation to shared memory, or to a stream.
@@ -436,6 +451,7 @@ impl Channel {
             hellos: 0,
             is_welcome_due: false,
             datagram: 1200,
+            parts: Parts::default(),
             local: None,
             secret: [0; 16],
             stream: StreamState::default(),

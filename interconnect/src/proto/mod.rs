@@ -46,6 +46,7 @@ pub use endpoint::{Completion, Kind, Match, Peer};
 pub use engine::{
     Atomic, Config, Counters, Departure, Engine, LOCAL_PACKET_MAX, Outgoing, PostError, Receive, Seen, Shape,
 };
+pub(crate) use engine::{PARTED_MAX, PARTS_MAX};
 pub use memory::{Access, Key, Span};
 pub use share::{ShareSettings, WEIGHT_MAX};
 pub use shares::EndpointCounters;

@@ -17,6 +17,8 @@ pub struct SealCounters {
     pub forged: u64,
     /// Packets that were opened before, or are too old.
     pub replayed: u64,
+    /// Parts of packets of which other parts had not arrived.
+    pub incomplete: u64,
     /// Packets without a key here.
     pub unknown: u64,
     /// Packets that were not sent, because there were no keys.
@@ -25,12 +27,13 @@ pub struct SealCounters {
 
 impl SealCounters {
     /// Packets that were dropped, each under one reason.
-    pub fn drops(&self) -> [(&'static str, u64); 5] {
-        let Self { clear, forged, replayed, unknown, unsent, .. } = *self;
+    pub fn drops(&self) -> [(&'static str, u64); 6] {
+        let Self { clear, forged, replayed, incomplete, unknown, unsent, .. } = *self;
         [
             ("clear", clear),
             ("forged", forged),
             ("replayed", replayed),
+            ("incomplete", incomplete),
             ("unknown", unknown),
             ("unsent", unsent),
         ]
@@ -45,6 +48,7 @@ impl AddAssign for SealCounters {
         self.clear += other.clear;
         self.forged += other.forged;
         self.replayed += other.replayed;
+        self.incomplete += other.incomplete;
         self.unknown += other.unknown;
         self.unsent += other.unsent;
     }

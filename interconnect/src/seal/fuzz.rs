@@ -2,9 +2,11 @@
 
 use std::net::SocketAddr;
 
-use super::wire::{Control, HEADER};
+use super::parts::{Parts, Put};
+use super::session::Session;
+use super::wire::{Control, HEADER, Head};
 use super::{Sealing, Way};
-use crate::meeting::{Keys, Message, Question, Reach};
+use crate::meeting::{Keys, Message, Question, Reach, Role};
 use crate::proto::Span;
 
 const MS: u64 = 1_000_000;
@@ -88,6 +90,59 @@ pub fn run(script: &[u8]) {
             }
         }
     }
+}
+
+/// Packets in parts, which a network loses, repeats, reorders and changes by `script`: four bytes for each step. What opens is what was sealed, and
+/// opens once; parts without a change become their packet, if as few other packets are under way as memory is kept for.
+pub fn run_parts(script: &[u8]) {
+    const MOST: usize = 4;
+    const DATAGRAM: usize = 128;
+    let from: SocketAddr = ([10, 0, 0, 2], 7000).into();
+    let keys = Keys { epoch: 1, keys: std::array::from_fn(|at| at as u8) };
+    let mut sealing = Session::new(&keys, Role::Opener, (5, 6), 0);
+    let mut opening = Session::new(&keys, Role::Answerer, (6, 5), 0);
+    let mut parts = Parts::new(MOST);
+    let (mut sent, mut opened) = (Vec::<Vec<u8>>::new(), 0);
+    for step in script.chunks_exact(4) {
+        let [action, which, x, y] = step.try_into().expect("four bytes");
+        if action % 4 == 0 || sent.is_empty() {
+            let text = vec![y; 97 + usize::from(x) * 6];
+            let mut bytes = vec![];
+            sealing.seal_in_parts(&mut bytes, &text, Span::EMPTY, DATAGRAM);
+            sent.extend(bytes.chunks(DATAGRAM).map(<[u8]>::to_vec));
+            continue;
+        }
+        let at = sent.len() - 1 - usize::from(which) % sent.len();
+        let mut datagram = sent[at].clone();
+        match action % 4 {
+            1 => {}
+            2 => datagram[usize::from(x) % sent[at].len()] ^= y,
+            _ => datagram.truncate(usize::from(x)),
+        }
+        let Some(head) = Head::read(&datagram).filter(|head| head.last > 0) else { continue };
+        let (rest, place) = (&datagram[HEADER..], parts.find(from, &head));
+        let Some(place) = place.or_else(|| parts.begin(from, &head, rest.len())) else { continue };
+        if let Put::Whole = parts.put(place, &head, rest)
+            && let Ok(text) = opening.open(parts.take(place))
+        {
+            assert!(text.windows(2).all(|two| two[0] == two[1]) && text.len() > 96);
+            opened += 1;
+        }
+    }
+    let packets = sent.iter().filter_map(|part| Head::read(part)).filter(|head| head.part == 0).count();
+    assert!(opened <= packets);
+    // Forged parts spoil at most the packets for which memory is kept.
+    let opens = (0..=MOST).any(|_| {
+        let mut bytes = vec![];
+        sealing.seal_in_parts(&mut bytes, &[7; 1000], Span::EMPTY, DATAGRAM);
+        let whole = bytes.chunks(DATAGRAM).find_map(|part| {
+            let head = Head::read(part)?;
+            let place = parts.find(from, &head).or_else(|| parts.begin(from, &head, part.len() - HEADER))?;
+            matches!(parts.put(place, &head, &part[HEADER..]), Put::Whole).then_some(place)
+        });
+        whole.is_some_and(|place| opening.open(parts.take(place)).is_ok_and(|text| *text == [7; 1000]))
+    });
+    assert!(opens);
 }
 
 /// A node at an Ethernet device.

@@ -25,6 +25,7 @@ mod counters;
 #[cfg(any(test, feature = "test-util"))]
 pub mod fuzz;
 mod handshake;
+mod parts;
 mod peer;
 mod permit;
 mod session;
@@ -39,13 +40,14 @@ use chacha20::rand_core::SeedableRng;
 use crate::meeting::{Message, Question, Reach, Role};
 use crate::proto::Span;
 pub use counters::SealCounters;
+use parts::{Parts, Put};
 use peer::{Known, Peer};
 use permit::Permit;
 pub(crate) use permit::{FRAMES_REFUSED, Permission};
-pub(crate) use session::Session;
 use session::Shut;
-use wire::Control;
+pub(crate) use session::{Session, sealed_in_parts};
 pub use wire::OVERHEAD;
+use wire::{Control, HEADER, Head};
 
 /// Maximum number of questions that wait for the daemon.
 const ASKS_MAX: usize = 128;
@@ -67,11 +69,13 @@ struct Bounds {
     peers: usize,
     /// Maximum number of packets to one peer that wait for the daemon's answer.
     held: usize,
+    /// Maximum number of packets of which some parts have arrived, each of 16 KiB.
+    parted: usize,
 }
 
-const BOUNDS: Bounds = Bounds { peers: 4096, held: 64 };
+const BOUNDS: Bounds = Bounds { peers: 4096, held: 64, parted: 32 };
 /// Bounds of a process that the daemon serves: it may be hostile, and the memory is the daemon's.
-const BOUNDS_SERVED: Bounds = Bounds { peers: 1024, held: 8 };
+const BOUNDS_SERVED: Bounds = Bounds { peers: 1024, held: 8, parted: 8 };
 
 /// What becomes of a packet to send.
 pub(crate) enum Way<'a> {
@@ -124,6 +128,7 @@ pub(crate) struct Sealing {
     /// Packets leave in raw Ethernet frames, which nobody seals.
     permit: Option<Permit>,
     peers: HashMap<SocketAddr, Peer>,
+    parts: Parts,
     /// Requests for keys that the daemon has not answered.
     tickets: VecDeque<(u32, SocketAddr, Role)>,
     ticket: u32,
@@ -160,6 +165,7 @@ impl Sealing {
             bounds: BOUNDS,
             permit: None,
             peers: HashMap::new(),
+            parts: Parts::new(BOUNDS.parted),
             tickets: VecDeque::new(),
             ticket: 0,
             asks: VecDeque::new(),
@@ -179,7 +185,8 @@ impl Sealing {
 
     /// The same for a process that the daemon serves.
     pub(crate) fn of_served(own: SocketAddr, is_off: bool, seed: [u8; 32]) -> Self {
-        Self { bounds: BOUNDS_SERVED, ..Self::new(own, is_off, seed) }
+        let parts = Parts::new(BOUNDS_SERVED.parted);
+        Self { bounds: BOUNDS_SERVED, parts, ..Self::new(own, is_off, seed) }
     }
 
     /// The same for a node whose packets leave in raw Ethernet frames.
@@ -188,7 +195,7 @@ impl Sealing {
     }
 
     pub(crate) fn counters(&self) -> SealCounters {
-        self.counters
+        SealCounters { incomplete: self.parts.dropped, ..self.counters }
     }
 
     /// A daemon listens: from now on it is asked about every peer.
@@ -350,7 +357,7 @@ impl Sealing {
     /// Processes a packet that has arrived. Returns the packet of the protocol, if it is or contains one.
     #[inline]
     pub(crate) fn arrive<'a>(
-        &mut self,
+        &'a mut self,
         now: u64,
         from: SocketAddr,
         packet: &'a mut [u8],
@@ -361,17 +368,22 @@ impl Sealing {
         if !wire::is_sealing(packet) {
             return if self.has_sealed && self.refuses_clear(now, from) { None } else { Some(packet) };
         }
-        let Some((id, _)) = wire::read_header(packet) else {
+        let Some(head) = Head::read(packet) else {
             if let Some(control) = Control::decode(packet) {
                 self.control(now, from, control);
             }
             return None;
         };
-        let session = self.peers.get_mut(&from).and_then(|peer| peer.session(id));
+        let whole = if head.last > 0 { Some(self.put(now, from, &head, packet)?) } else { None };
+        let session = self.peers.get_mut(&from).and_then(|peer| peer.session(head.id));
         let Some(session) = session else {
             self.counters.unknown += 1;
-            self.tell(now, from, id);
+            self.tell(now, from, head.id);
             return None;
+        };
+        let packet = match whole {
+            Some(place) => self.parts.take(place),
+            None => packet,
         };
         match session.open(packet) {
             Ok(opened) => {
@@ -388,6 +400,31 @@ impl Sealing {
                 }
                 None
             }
+        }
+    }
+
+    /// Keeps a part of a packet. Returns the place of the packet if it is complete now. Parts without a session take no memory.
+    fn put(&mut self, now: u64, from: SocketAddr, head: &Head, datagram: &[u8]) -> Option<usize> {
+        let part = &datagram[HEADER..];
+        let place = match self.parts.find(from, head) {
+            Some(place) => place,
+            None => {
+                let session = self.peers.get_mut(&from).and_then(|peer| peer.session(head.id));
+                let Some(session) = session else {
+                    self.counters.unknown += 1;
+                    self.tell(now, from, head.id);
+                    return None;
+                };
+                if !session.is_new(head.number) {
+                    self.counters.replayed += 1;
+                    return None;
+                }
+                self.parts.begin(from, head, part.len())?
+            }
+        };
+        match self.parts.put(place, head, part) {
+            Put::Whole => Some(place),
+            Put::Waits | Put::Refused => None,
         }
     }
 

@@ -7,9 +7,9 @@ use std::fmt;
 
 use aws_lc_rs::aead::{AES_256_GCM, Aad, LessSafeKey, NONCE_LEN, Nonce, UnboundKey};
 
-use super::wire::{HEADER, TAG, header, read_header};
+use super::wire::{HEADER, Head, TAG};
 use crate::meeting::{KEY, Keys, Role};
-use crate::proto::Span;
+use crate::proto::{PARTS_MAX, Span};
 
 /// Number of packets that one key seals at most, as on sealed links (docs/security.md).
 const PACKETS_MAX: u64 = 1 << 32;
@@ -63,6 +63,11 @@ fn nonce(number: u64) -> Nonce {
     Nonce::assume_unique_for_key(bytes)
 }
 
+/// Number of bytes that a packet of `bytes` bytes takes, sealed in datagrams of `datagram` bytes.
+pub(crate) fn sealed_in_parts(bytes: usize, datagram: usize) -> usize {
+    bytes + TAG + (bytes + TAG).div_ceil(datagram - HEADER) * HEADER
+}
+
 impl Session {
     /// A session that began now, between these key ids.
     pub(super) fn new(keys: &Keys, role: Role, (id, peer_id): (u32, u32), now: u64) -> Self {
@@ -105,23 +110,59 @@ impl Session {
     /// Appends a packet to `to`, sealed.
     #[inline]
     pub(crate) fn seal(&mut self, to: &mut Vec<u8>, packet: &[u8], payload: Span) {
-        self.sealed += 1;
-        let header = header(self.peer_id, self.sealed);
-        let start = to.len() + HEADER;
+        let head = self.next_head(0);
         to.reserve(HEADER + packet.len() + payload.len() + TAG);
-        to.extend_from_slice(&header);
+        to.extend_from_slice(&head.encode());
+        self.encrypt(to, &head, packet, payload);
+    }
+
+    /// Appends a packet to `to`, sealed, in datagrams of `datagram` bytes each, of which the last may be shorter.
+    ///
+    /// # Panics
+    /// When these are more than `PARTS_MAX`.
+    pub(crate) fn seal_in_parts(&mut self, to: &mut Vec<u8>, packet: &[u8], payload: Span, datagram: usize) {
+        let (room, bytes) = (datagram - HEADER, packet.len() + payload.len() + TAG);
+        let parts = bytes.div_ceil(room);
+        let (head, begin) = (self.next_head((parts - 1) as u8), to.len());
+        to.reserve(parts * HEADER + bytes);
+        to.extend_from_slice(&[0; PARTS_MAX * HEADER][..parts * HEADER]);
+        let start = to.len();
+        self.encrypt(to, &head, packet, payload);
+        // Each part moves to the front, and ends at most where the next one begins.
+        for part in 0..parts {
+            let (at, from) = (begin + part * datagram, start + part * room);
+            to.copy_within(from..(from + room).min(start + bytes), at + HEADER);
+            to[at..at + HEADER].copy_from_slice(&Head { part: part as u8, ..head }.encode());
+        }
+    }
+
+    /// Header of the next packet.
+    fn next_head(&mut self, last: u8) -> Head {
+        self.sealed += 1;
+        Head { id: self.peer_id, number: self.sealed, part: 0, last }
+    }
+
+    /// Appends a packet to `to`, encrypted, and its tag.
+    #[inline]
+    fn encrypt(&self, to: &mut Vec<u8>, head: &Head, packet: &[u8], payload: Span) {
+        let start = to.len();
         to.extend_from_slice(packet);
         payload.read_to(to);
-        let tag =
-            self.sealing.seal_in_place_separate_tag(nonce(self.sealed), Aad::from(header), &mut to[start..]);
+        let aad = Aad::from(head.encode_whole());
+        let tag = self.sealing.seal_in_place_separate_tag(nonce(head.number), aad, &mut to[start..]);
         // Sealing fails only for more than 2^36 bytes.
         to.extend_from_slice(tag.expect("a packet is never too long").as_ref());
     }
 
-    /// Decrypts a packet in place. Returns what was sealed.
+    /// Whether no packet with this number was opened yet.
+    pub(super) fn is_new(&self, number: u64) -> bool {
+        self.seen.is_new(number)
+    }
+
+    /// Decrypts a whole packet in place. Returns what was sealed.
     #[inline]
     pub(super) fn open<'a>(&mut self, packet: &'a mut [u8]) -> Result<&'a mut [u8], Shut> {
-        let (_, number) = read_header(packet).ok_or(Shut::Malformed)?;
+        let Head { number, .. } = Head::read(packet).ok_or(Shut::Malformed)?;
         let (header, sealed) = packet.split_first_chunk_mut::<HEADER>().ok_or(Shut::Malformed)?;
         if !self.seen.is_new(number) {
             return Err(Shut::Replayed);
@@ -180,6 +221,7 @@ impl Seen {
 #[cfg(test)]
 mod tests {
     use std::collections::HashSet;
+    use std::net::SocketAddr;
 
     use super::*;
 
@@ -205,6 +247,39 @@ mod tests {
             assert_eq!(one.open(&mut packet.clone()), Err(Shut::Forged), "another direction, another key");
             let back = sealed(&mut other, text);
             assert_eq!(one.open(&mut back.clone()).unwrap(), text);
+        }
+    }
+
+    #[test]
+    fn a_packet_in_parts_is_sealed_once() {
+        use super::super::parts::{Parts, Put};
+
+        let [mut one, mut other] = two();
+        let from = SocketAddr::from(([10, 0, 0, 2], 7000));
+        for (len, datagram) in
+            [(100, 100), (84, 100), (85, 100), (15_120, 1392), (13_700, 1392), (16_000, 1100)]
+        {
+            let (text, mut bytes) = (vec![len as u8; len], vec![9; 5]);
+            one.seal_in_parts(&mut bytes, &text[..28], Span::EMPTY, datagram);
+            bytes.truncate(5);
+            // SAFETY: the text outlives the call, which only reads it.
+            let payload = unsafe { Span::new(text.as_ptr().cast_mut().add(28), len - 28) };
+            one.seal_in_parts(&mut bytes, &text[..28], payload, datagram);
+            assert_eq!(bytes.len(), 5 + sealed_in_parts(len, datagram));
+            let (mut parts, mut opened) = (Parts::new(1), None);
+            for part in bytes[5..].chunks(datagram) {
+                assert!(!part.windows(20).any(|window| text.starts_with(window)), "nothing in clear text");
+                let head = Head::read(part).unwrap();
+                if head.last == 0 {
+                    opened = other.open(&mut part.to_vec()).ok().map(|text| text.to_vec());
+                    continue;
+                }
+                let place = parts.find(from, &head).or_else(|| parts.begin(from, &head, part.len() - HEADER));
+                if let Put::Whole = parts.put(place.unwrap(), &head, &part[HEADER..]) {
+                    opened = other.open(parts.take(place.unwrap())).ok().map(|text| text.to_vec());
+                }
+            }
+            assert_eq!(opened.as_ref(), Some(&text), "{len} bytes in datagrams of {datagram}");
         }
     }
 

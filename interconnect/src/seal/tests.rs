@@ -551,3 +551,16 @@ fn scripts_of_the_corpus_hold_the_rules() {
         fuzz::run(&steps);
     }
 }
+
+#[test]
+fn packets_in_parts_survive_any_network() {
+    let mut state = 1u64;
+    let mut random = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (state >> 33) as u8
+    };
+    for _ in 0..500 {
+        let script: Vec<u8> = (0..400).map(|_| random()).collect();
+        fuzz::run_parts(&script);
+    }
+}

@@ -1,6 +1,7 @@
 //! Formats of sealed packets, and of the packets that make keys new. docs/interconnect.md shows every byte.
 
 use crate::meeting::Nonce;
+use crate::proto::PARTS_MAX;
 
 /// Version of sealing, in the high four bits of the first byte: packets of the protocol in clear text have another one there.
 const VERSION: u8 = 2;
@@ -50,22 +51,44 @@ pub fn is_sealing(packet: &[u8]) -> bool {
     packet.first().is_some_and(|first| first >> 4 == VERSION)
 }
 
-/// The header of a sealed packet.
-#[inline]
-pub(super) fn header(id: u32, number: u64) -> [u8; HEADER] {
-    let mut bytes = [0; HEADER];
-    bytes[0] = SEALED;
-    bytes[4..8].copy_from_slice(&id.to_be_bytes());
-    bytes[8..].copy_from_slice(&number.to_be_bytes());
-    bytes
+/// Header of a sealed packet, or of one of its parts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Head {
+    /// Key id of the receiver.
+    pub(super) id: u32,
+    /// Number of the packet.
+    pub(super) number: u64,
+    /// Which part it is, and which is the last; both 0: the packet is whole.
+    pub(super) part: u8,
+    pub(super) last: u8,
 }
 
-/// Key id and number of a sealed packet.
-#[inline]
-pub(super) fn read_header(packet: &[u8]) -> Option<(u32, u64)> {
-    let (header, _) = packet.split_first_chunk::<HEADER>().filter(|(_, rest)| rest.len() >= TAG)?;
-    let [SEALED, 0, 0, 0, a, b, c, d, number @ ..] = *header else { return None };
-    Some((u32::from_be_bytes([a, b, c, d]), u64::from_be_bytes(number)))
+impl Head {
+    #[inline]
+    pub(super) fn encode(&self) -> [u8; HEADER] {
+        let mut bytes = [0; HEADER];
+        (bytes[0], bytes[2], bytes[3]) = (SEALED, self.part, self.last);
+        bytes[4..8].copy_from_slice(&self.id.to_be_bytes());
+        bytes[8..].copy_from_slice(&self.number.to_be_bytes());
+        bytes
+    }
+
+    /// The header that is authenticated: that of the first part.
+    #[inline]
+    pub(super) fn encode_whole(&self) -> [u8; HEADER] {
+        Self { part: 0, ..*self }.encode()
+    }
+
+    /// Reads the header of a datagram. Its rest has at least one byte in a part, otherwise at least a tag's.
+    #[inline]
+    pub(super) fn read(packet: &[u8]) -> Option<Self> {
+        let (header, rest) = packet.split_first_chunk::<HEADER>()?;
+        let [SEALED, 0, part, last, a, b, c, d, number @ ..] = *header else { return None };
+        let least = if last == 0 { TAG } else { 1 };
+        let is_right = part <= last && usize::from(last) < PARTS_MAX && rest.len() >= least;
+        let (id, number) = (u32::from_be_bytes([a, b, c, d]), u64::from_be_bytes(number));
+        is_right.then_some(Self { id, number, part, last })
+    }
 }
 
 impl Control {

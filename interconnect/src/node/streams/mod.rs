@@ -57,8 +57,9 @@ const UNVERIFIED_MAX: usize = 64;
 const VERIFY_TIMEOUT_NS: u64 = 2_000_000_000;
 /// Maximum number of connections accepted in one call.
 const ACCEPTS_MAX: usize = 16;
-/// Interval at which idle connections are checked and new ones accepted.
+/// Interval at which idle connections are checked, and at which new ones are accepted, which takes 10 us even if there are none.
 const TEND_EVERY_NS: u64 = 1_000_000;
+const ACCEPT_EVERY_NS: u64 = 10_000_000;
 /// Interval at which the loss rate is checked.
 const CHECK_EVERY_NS: u64 = 100_000_000;
 
@@ -113,8 +114,9 @@ pub(super) struct Streams {
     unverified: Vec<Unverified>,
     tend_at: u64,
     check_at: u64,
-    /// Earliest time of the next accept(2).
+    /// Earliest time of the next accept(2), and until when the listener is not watched because it has failed.
     accept_at: u64,
+    unwatched_until: u64,
     /// TCP user timeout of all streams.
     user_timeout: Duration,
     counters: StreamCounters,
@@ -138,6 +140,7 @@ impl Streams {
             tend_at: 0,
             check_at: 0,
             accept_at: 0,
+            unwatched_until: 0,
             user_timeout: user_timeout(dead_after_ns),
             counters: StreamCounters::default(),
         }
@@ -294,7 +297,11 @@ impl Streams {
         if now < self.accept_at {
             return;
         }
-        if std::mem::take(&mut self.accept_at) > 0 {
+        self.accept_at = now + ACCEPT_EVERY_NS;
+        if now < self.unwatched_until {
+            return;
+        }
+        if std::mem::take(&mut self.unwatched_until) > 0 {
             // Best effort: `tend` accepts at intervals anyway.
             let _ = local.watch(listener.as_fd());
         }
@@ -305,7 +312,7 @@ impl Streams {
                 Err(_) => {
                     // The listener stays readable, and would wake sleeping threads again and again.
                     local.unwatch(listener.as_fd());
-                    self.accept_at = now + ACCEPT_PAUSE_NS;
+                    self.unwatched_until = now + ACCEPT_PAUSE_NS;
                     return;
                 }
             };

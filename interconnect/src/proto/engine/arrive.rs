@@ -36,8 +36,10 @@ impl Engine {
     pub fn receive(&mut self, now: u64, from: SocketAddr, packet: &[u8], congestion: bool) {
         let Some((header, payload)) = self.decode(now, packet) else { return };
         match header.body {
-            Body::Hello(hello) => self.greeted(from, hello),
-            Body::Welcome(hello) => self.welcomed(from, header.session, hello),
+            Body::Hello(hello) => self.greeted(from, hello, header.flags & flags::PARTS != 0),
+            Body::Welcome(hello) => {
+                self.welcomed(from, header.session, hello, header.flags & flags::PARTS != 0);
+            }
             Body::Reset => {
                 let channel = self.addresses.get(&from).copied();
                 let peer = channel.and_then(|number| self.channels.get(number)?.peer);
@@ -68,12 +70,12 @@ impl Engine {
         decoded
     }
 
-    fn greeted(&mut self, from: SocketAddr, hello: Hello) {
+    fn greeted(&mut self, from: SocketAddr, hello: Hello, takes_parts: bool) {
         let name = |hello: &Hello| (hello.epoch, hello.channel, hello.session);
         if let Some(number) = self.addresses.get(&from).copied() {
             let Some(channel) = self.channels.get_mut(number) else { return };
             match channel.peer {
-                None => self.opened(number, hello),
+                None => self.opened(number, hello, takes_parts),
                 Some(peer) if name(&peer) == name(&hello) => {}
                 Some(_) => return self.challenge(number),
             }
@@ -81,8 +83,11 @@ impl Engine {
                 channel.is_welcome_due = true;
                 self.make_ready(number);
             }
-        } else if self.new_channel(from, Some(hello)).is_none() {
-            self.counters.unknown += 1;
+        } else {
+            let channel = self.new_channel(from, Some(hello));
+            let channel = channel.and_then(|number| self.channels.get_mut(number));
+            self.counters.unknown += u64::from(channel.is_none());
+            channel.into_iter().for_each(|channel| channel.parts.is_taken = takes_parts);
         }
     }
 
@@ -97,20 +102,20 @@ impl Engine {
         self.control(number, What::Control(Body::Noop, 0));
     }
 
-    fn welcomed(&mut self, from: SocketAddr, session: u32, hello: Hello) {
+    fn welcomed(&mut self, from: SocketAddr, session: u32, hello: Hello, takes_parts: bool) {
         let number = self.addresses.get(&from).copied();
         let Some(channel) = number.and_then(|number| self.channels.get_mut(number)) else { return };
         let is_own = channel.session == session;
         channel.heard_at = if is_own { Some(self.now) } else { channel.heard_at };
         if let Some(number) = number.filter(|_| is_own && channel.peer.is_none()) {
-            self.opened(number, hello);
+            self.opened(number, hello, takes_parts);
         }
     }
 
     /// Processes the peer's answer to the handshake.
-    fn opened(&mut self, number: u32, hello: Hello) {
+    fn opened(&mut self, number: u32, hello: Hello, takes_parts: bool) {
         let Some(channel) = self.channels.get_mut(number) else { return };
-        channel.peer = Some(hello);
+        (channel.peer, channel.parts.is_taken) = (Some(hello), takes_parts);
         channel.datagram = channel.datagram.min(usize::from(hello.datagram).max(576));
         channel.window.limit(u64::from(hello.window));
         self.make_ready(number);

@@ -34,13 +34,15 @@ pub struct Departure {
     pub payload: Span,
     /// To be sent through the stream to this peer.
     pub by_stream: bool,
+    /// To be sent in parts: size in bytes of the packets that a datagram holds. 0: as a whole.
+    pub parts_of: usize,
 }
 
 impl Departure {
     /// No packet yet; see [`Engine::depart_into`].
     pub fn empty() -> Self {
         let nowhere = SocketAddr::new(std::net::Ipv4Addr::UNSPECIFIED.into(), 0);
-        Self { to: nowhere, header: Encoded::EMPTY, payload: Span::EMPTY, by_stream: false }
+        Self { to: nowhere, header: Encoded::EMPTY, payload: Span::EMPTY, by_stream: false, parts_of: 0 }
     }
 
     /// Whether the packet opens a channel or invites the peer to shared memory, so that it takes the network.
@@ -177,7 +179,7 @@ impl Engine {
     #[inline]
     fn departs(&mut self, to: SocketAddr, header: &Header, payload: Span, out: &mut Departure) -> bool {
         self.counters.packets_out += 1;
-        (out.to, out.payload, out.by_stream) = (to, payload, false);
+        (out.to, out.payload, out.by_stream, out.parts_of) = (to, payload, false, 0);
         header.encode_to(&mut out.header);
         true
     }
@@ -188,7 +190,8 @@ impl Engine {
         let to = channel.address;
         if let Some(body) = Self::greeting(channel, now, self.epoch, &self.config) {
             let session = channel.peer.map_or(0, |peer| peer.session);
-            let header = Header { flags: 0, failures: 0, session, number: 0, ack: 0, map: None, body };
+            let flags = if self.config.takes_parts { flags::PARTS } else { 0 };
+            let header = Header { flags, failures: 0, session, number: 0, ack: 0, map: None, body };
             return self.departs(to, &header, Span::EMPTY, out).then_some(());
         }
         channel.peer?;
@@ -200,14 +203,21 @@ impl Engine {
             self.counters.resent += 1;
             let cut = self.cut_again(number, what);
             self.charge(now, &cut);
-            let header =
-                self.channels.get_mut(number)?.header(cut.flags | flags::ACK_SOON, psn, cut.body, false);
-            return self.departs(to, &header, cut.payload, out).then_some(());
+            let channel = self.channels.get_mut(number)?;
+            let header = channel.header(cut.flags | flags::ACK_SOON, psn, cut.body, false);
+            let parts_of = channel.part_of(Header::len(&cut.body, false) + cut.payload.len());
+            if parts_of > 0 {
+                channel.lost_in_parts(now);
+            }
+            self.departs(to, &header, cut.payload, out);
+            out.parts_of = parts_of;
+            return Some(());
         }
         if let Some(piece) = channel.next_piece_alone(now, &mut self.shares) {
             let header = channel.piece_header(now, &piece, &mut self.shares);
+            let parts_of = piece.parts_of(channel);
             self.departs(to, &header, piece.payload, out);
-            out.by_stream = piece.by_stream;
+            (out.by_stream, out.parts_of) = (piece.by_stream, parts_of);
             return Some(());
         }
         let cut = self.next_cut(now, number)?;
@@ -230,14 +240,15 @@ impl Engine {
             channel.window.put_into_stream();
         }
         channel.last_sent_at = now;
-        let has_map_room = bytes + MAP <= channel.datagram;
+        let has_map_room = channel.has_map_room(bytes, MAP);
         let flags = cut.flags | if soon { flags::ACK_SOON } else { 0 };
         let header = match cut.by_stream {
             true => channel.header_in_stream(flags, psn, cut.body),
             false => channel.header(flags, psn, cut.body, has_map_room),
         };
+        let parts_of = if cut.by_stream { 0 } else { channel.part_of(bytes) };
         self.departs(to, &header, cut.payload, out);
-        out.by_stream = cut.by_stream;
+        (out.by_stream, out.parts_of) = (cut.by_stream, parts_of);
         Some(())
     }
 

@@ -2,8 +2,8 @@
 //!
 //! `post.rs` accepts operations, `depart.rs` and `pieces.rs` create packets, `arrive.rs` processes arriving packets, `messages.rs` matches
 //! messages with posted buffers, `atomics.rs` executes atomic operations, `pulls.rs` requests and serves the bytes of offers,
-//! reads and large writes, `ends.rs` completes or fails pending operations, `local.rs` moves channels to shared memory, and `streams.rs` lets
-//! pulled bytes travel through connections.
+//! reads and large writes, `ends.rs` completes or fails pending operations, `local.rs` moves channels to shared memory, `streams.rs` lets
+//! pulled bytes travel through connections, and `parts.rs` in packets that are larger than a datagram.
 
 mod arrive;
 mod atomics;
@@ -11,10 +11,13 @@ mod depart;
 mod ends;
 mod local;
 mod messages;
+mod parts;
 mod pieces;
 mod post;
 mod pulls;
 mod streams;
+
+pub(crate) use parts::{PARTED_MAX, PARTS_MAX};
 
 use std::collections::{HashMap, VecDeque};
 use std::net::SocketAddr;
@@ -56,6 +59,8 @@ pub struct Config {
     /// Whether the network takes longer packets, too, in fragments. Then packets through shared memory are longer: one that finds the memory full or
     /// gone takes the network.
     pub has_fragments: bool,
+    /// Whether the node takes packets in parts (`parts.rs`).
+    pub takes_parts: bool,
     /// Smallest pull that opens a stream, in bytes (`streams.rs`). 0: the engine opens none; a node puts its own default there.
     pub stream_min: usize,
     /// Operations of up to this many bytes are pushed; the target pulls larger ones.
@@ -81,6 +86,7 @@ impl Default for Config {
         Self {
             datagram_max: 1472,
             has_fragments: true,
+            takes_parts: false,
             stream_min: 0,
             eager_max: 16 << 10,
             receive_budget: 1 << 20,
@@ -179,6 +185,15 @@ enum Purpose {
     Write { endpoint: u16, key: Key, from: u16, data: Option<u64> },
 }
 
+/// What the application has set for an address.
+#[derive(Clone, Copy)]
+struct Sizes {
+    /// Maximum datagram size.
+    datagram: usize,
+    /// Packets can be sent in parts.
+    has_parts: bool,
+}
+
 /// All channels, endpoints and registered memory of one process. The engine has no clock: callers pass `now` in nanoseconds
 /// since an arbitrary start, and `now` must never decrease.
 pub struct Engine {
@@ -192,8 +207,8 @@ pub struct Engine {
     pulls: Slab<Pull>,
     channels: Slab<Channel>,
     addresses: HashMap<SocketAddr, u32>,
-    /// Datagram sizes that the application has set for addresses.
-    datagrams: HashMap<SocketAddr, usize>,
+    /// What the application has set for addresses.
+    sizes: HashMap<SocketAddr, Sizes>,
     /// Channels that have packets to send.
     ready: VecDeque<u32>,
     /// Channels with a delayed acknowledgement.
@@ -247,7 +262,7 @@ impl Engine {
             pulls: Slab::new(PULLS_MAX),
             channels: Slab::new(CHANNELS_MAX),
             addresses: HashMap::new(),
-            datagrams: HashMap::new(),
+            sizes: HashMap::new(),
             ready: VecDeque::new(),
             late: VecDeque::new(),
             short: VecDeque::new(),
@@ -395,18 +410,22 @@ impl Engine {
 
     /// Sets the maximum datagram size for peers at this address.
     pub fn set_datagram(&mut self, address: SocketAddr, bytes: usize) {
-        let bytes = bytes.clamp(576, 65_507);
-        if self.datagrams.len() >= 2 * CHANNELS_MAX {
+        self.sizes_of(address).datagram = bytes.clamp(576, 65_507);
+    }
+
+    fn sizes_of(&mut self, address: SocketAddr) -> &mut Sizes {
+        if self.sizes.len() >= 2 * CHANNELS_MAX {
             let addresses = &self.addresses;
-            self.datagrams.retain(|address, _| addresses.contains_key(address));
+            self.sizes.retain(|address, _| addresses.contains_key(address));
         }
-        self.datagrams.insert(address, bytes);
+        let unset = Sizes { datagram: self.config.datagram_max, has_parts: false };
+        self.sizes.entry(address).or_insert(unset)
     }
 
     /// Lowers the maximum datagram size for peers at this address, also of an open channel.
     pub fn limit_datagram(&mut self, address: SocketAddr, bytes: usize) {
         self.set_datagram(address, bytes);
-        let bytes = self.datagrams.get(&address).copied().unwrap_or(bytes);
+        let bytes = self.sizes.get(&address).map_or(bytes, |sizes| sizes.datagram);
         let channel = self.addresses.get(&address).copied().and_then(|number| self.channels.get_mut(number));
         if let Some(channel) = channel {
             channel.datagram = channel.datagram.min(bytes);
@@ -424,7 +443,7 @@ impl Engine {
 
     /// Whether the maximum datagram size for peers at this address has been set.
     pub fn has_datagram(&self, address: SocketAddr) -> bool {
-        self.datagrams.contains_key(&address)
+        self.sizes.contains_key(&address)
     }
 
     /// Removes the oldest completion of an endpoint and returns it.
@@ -527,9 +546,11 @@ impl Engine {
         }
         self.channel_number += 1;
         let window_max = peer.map_or(1 << 20, |peer| u64::from(peer.window));
-        let datagram = self.datagrams.get(&address).copied().unwrap_or(self.config.datagram_max);
+        let unknown = Sizes { datagram: self.config.datagram_max, has_parts: false };
+        let Sizes { datagram, has_parts } = self.sizes.get(&address).copied().unwrap_or(unknown);
         let mut channel = Channel::new(address, self.channel_number, 0, self.now, window_max);
         channel.datagram = peer.map_or(datagram, |peer| datagram.min(usize::from(peer.datagram).max(576)));
+        channel.parts.is_possible = has_parts;
         channel.is_welcome_due = peer.is_some();
         channel.peer = peer;
         let number = self.channels.insert(channel)?;

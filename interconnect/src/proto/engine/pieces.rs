@@ -1,4 +1,5 @@
-//! Cuts the bytes that a peer pulls into DATA packets: of the size of a datagram, or larger for a stream (`streams.rs`).
+//! Cuts the bytes that a peer pulls into DATA packets: of the size of a datagram, or larger in parts (`parts.rs`) or for a stream
+//! (`streams.rs`).
 
 use super::super::channel::{Channel, Flow, What};
 use super::super::memory::Span;
@@ -22,6 +23,12 @@ impl Piece {
     pub(super) fn what(&self) -> What {
         What::Data { serve: self.serve, offset: self.offset, len: self.payload.len() as u32 }
     }
+
+    /// As [`Channel::part_of`].
+    #[inline]
+    pub(super) fn parts_of(&self, channel: &mut Channel) -> usize {
+        if self.by_stream { 0 } else { channel.part_of(DATA_HEADER + self.payload.len()) }
+    }
 }
 
 impl Channel {
@@ -30,10 +37,10 @@ impl Channel {
         let mut lanes = self.serving.len();
         let by_stream = self.can_stream();
         let waits_for_stream = !by_stream && self.has_stream();
-        if waits_for_stream || !by_stream && !self.window.has_room(self.datagram) {
+        let packet = if by_stream { LOCAL_PACKET_MAX } else { self.data_max(now) };
+        if waits_for_stream || !by_stream && !self.window.has_room(packet) {
             return None;
         }
-        let packet = if by_stream { LOCAL_PACKET_MAX } else { self.datagram };
         loop {
             let (endpoint, serve) = self.serving.front()?;
             let own = self.serves.get_mut(serve).filter(|own| !own.is_sent());
@@ -78,7 +85,8 @@ impl Channel {
         if piece.by_stream {
             return self.header_in_stream(flags, psn, Body::Data(piece.data));
         }
-        self.header(flags, psn, Body::Data(piece.data), bytes + MAP <= self.datagram)
+        let has_map_room = self.has_map_room(bytes, MAP);
+        self.header(flags, psn, Body::Data(piece.data), has_map_room)
     }
 
     /// Whether pulled data may be sent through the stream now. While the stream is full, pulled data waits.

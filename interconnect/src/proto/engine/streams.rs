@@ -18,8 +18,8 @@ use super::Engine;
 
 /// Name in an INVITE that stands for a stream instead of a process of the same host.
 pub(super) const STREAM: [u8; 16] = *b"vnet-rdma-stream";
-/// Streams are slower than datagrams of this size (docs/lab-notes/2026-11-26-large-transfers.md: MTU 9000).
-const DATAGRAM_ENOUGH: usize = 4096;
+/// Streams are not faster than datagrams of this size, which only the loopback device has.
+const DATAGRAM_ENOUGH: usize = 16 << 10;
 /// Maximum number of invitations queued for the node.
 const INVITES_MAX: usize = 64;
 /// Minimum interval between connects to one peer.

@@ -6,6 +6,7 @@ mod goodput;
 mod hostile;
 mod local;
 mod model;
+mod parts;
 mod random;
 mod shares;
 mod stranger;

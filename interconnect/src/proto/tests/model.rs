@@ -98,6 +98,18 @@ impl Model {
         model
     }
 
+    /// Like `new`, but nodes send packets in parts.
+    fn with_parts(network: Network, seed: u64) -> Self {
+        let mut model = Self::new(network, seed);
+        let config = Config { takes_parts: true, ..model.world.nodes[0].engine.config().clone() };
+        model.world = World::new(2, &config, network, seed);
+        for node in 0..2 {
+            model.world.register(node, 0, SLOTS * SLOT, Some(KEY));
+        }
+        model.world.allow_parts();
+        model
+    }
+
     fn len(&mut self) -> usize {
         let most = [9, 100, 1500, 5000, 20_000, SLOT as u64][self.world.random(6) as usize];
         self.world.random(most) as usize
@@ -445,4 +457,24 @@ fn model_through_streams_that_come_and_go() {
 #[test]
 fn model_through_streams_with_restarts() {
     run_with_streams(WILD, 8, true);
+}
+
+fn run_with_parts(network: Network, seed: u64, restarts: bool) -> Model {
+    let mut model = Model::with_parts(network, seed);
+    model.run(operations(), restarts);
+    assert!(model.world.parted.iter().sum::<u64>() > 100, "{:?} packets in parts", model.world.parted);
+    model
+}
+
+#[test]
+fn model_with_packets_in_parts() {
+    let model = run_with_parts(Network { lost: 500, ..WILD }, 9, false);
+    let counters = model.world.nodes[0].engine.counters();
+    assert!(counters.failed_channels == 0 && counters.malformed == 0, "{counters:?}");
+    assert!(model.failed < model.done / 3, "{} of {} failed", model.failed, model.done);
+}
+
+#[test]
+fn model_with_packets_in_parts_and_restarts() {
+    run_with_parts(WILD, 10, true);
 }

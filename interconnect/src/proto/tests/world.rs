@@ -56,6 +56,9 @@ pub struct World {
     pub connects: bool,
     /// Number of packets that streams have carried.
     pub stream_packets: u64,
+    /// Nodes can send packets in parts; how many each has sent.
+    has_parts: bool,
+    pub parted: Vec<u64>,
 }
 
 /// Packets after which a stream has no room.
@@ -82,7 +85,7 @@ impl World {
             })
             .collect();
         let cut = vec![false; nodes.len()];
-        let (flying, rings) = (BTreeMap::new(), None);
+        let (flying, rings, parted) = (BTreeMap::new(), None, vec![0; nodes.len()]);
         Self {
             now: 1,
             nodes,
@@ -97,6 +100,8 @@ impl World {
             streams: [None, None],
             connects: false,
             stream_packets: 0,
+            has_parts: false,
+            parted,
         }
     }
 
@@ -120,6 +125,24 @@ impl World {
         let seed = seed_from(&mut self.random);
         self.nodes[node].engine = Engine::new(config, epoch, seed);
         self.nodes[node].engine.open(None).unwrap();
+        if self.has_parts {
+            self.allow_parts();
+        }
+    }
+
+    /// Restarts a node with another configuration.
+    pub fn reopen(&mut self, node: usize, config: &Config) {
+        self.nodes[node].engine = Engine::new(config.clone(), 1, [0; 32]);
+        self.restart(node);
+    }
+
+    /// All nodes can send packets in parts from now on.
+    pub fn allow_parts(&mut self) {
+        self.has_parts = true;
+        let addresses: Vec<SocketAddr> = (0..self.nodes.len()).map(address).collect();
+        for node in &mut self.nodes {
+            addresses.iter().for_each(|address| node.engine.set_parts(*address, true));
+        }
     }
 
     pub fn span(&mut self, node: usize, offset: usize, len: usize) -> Span {
@@ -316,7 +339,15 @@ impl World {
                 }
                 let mut bytes = departure.header.as_bytes().to_vec();
                 departure.payload.read_to(&mut bytes);
-                assert!(bytes.len() <= 1472 || self.had_rings, "{} bytes", bytes.len());
+                let parts =
+                    if departure.parts_of > 0 { bytes.len().div_ceil(departure.parts_of + 16) } else { 1 };
+                assert!(parts > 1 || bytes.len() <= 1472 || self.had_rings, "{} bytes", bytes.len());
+                assert!(parts <= 16 && (parts == 1 || bytes.len() <= 16 << 10), "{parts} parts");
+                self.parted[from] += u64::from(parts > 1);
+                // A packet is lost with any of its parts.
+                if (1..parts).any(|_| self.happens(self.network.lost)) {
+                    continue;
+                }
                 let Some(to) = (0..self.nodes.len()).find(|node| address(*node) == departure.to) else {
                     continue;
                 };

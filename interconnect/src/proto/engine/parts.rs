@@ -1,0 +1,78 @@
+//! Packets in parts: DATA packets that are larger than a datagram. The node seals such a packet as a whole and sends it in several datagrams
+//! (`seal/parts.rs`), which takes less time than to seal a packet for each of them. Who loses one of the datagrams loses the packet, so the
+//! engine avoids them on a lossy path.
+
+use std::net::SocketAddr;
+
+use super::super::channel::{Channel, Parts};
+use super::Engine;
+
+/// Maximum number of parts of a packet.
+pub(crate) const PARTS_MAX: usize = 16;
+/// Maximum size in bytes of all parts of a packet together, without the header of each: an L1 cache holds the packet twice.
+pub(crate) const PARTED_MAX: usize = 16 << 10;
+/// A part has room for this many bytes more than a datagram that holds a whole packet: a packet has one tag.
+pub(crate) const PART_MORE: usize = 16;
+/// A path is lossy if one packet in parts of `LOSSY_ONE_IN` was sent again, and at least `LOSSY_MIN`: it loses about one datagram of 200.
+const LOSSY_ONE_IN: u32 = 16;
+const LOSSY_MIN: u32 = 16;
+/// Number of packets over which losses are counted; older ones count half.
+const SAMPLE: u32 = 4096;
+/// How long the channel sends no packets in parts after that.
+const AVOIDED_NS: u64 = 60_000_000_000;
+
+impl Engine {
+    /// Whether the node can send packets in parts to peers at this address.
+    pub fn set_parts(&mut self, address: SocketAddr, is_possible: bool) {
+        self.sizes_of(address).has_parts = is_possible;
+        let channel = self.addresses.get(&address).copied().and_then(|number| self.channels.get_mut(number));
+        if let Some(channel) = channel {
+            channel.parts.is_possible = is_possible;
+        }
+    }
+}
+
+impl Channel {
+    /// Maximum size of a DATA packet that takes no stream.
+    #[inline]
+    pub(super) fn data_max(&self, now: u64) -> usize {
+        let Parts { is_possible, is_taken, avoided_until, .. } = self.parts;
+        if is_possible && is_taken && now >= avoided_until { self.parted_max() } else { self.datagram }
+    }
+
+    /// Maximum size of a packet in parts, or that of a datagram if it is not smaller.
+    fn parted_max(&self) -> usize {
+        let part = self.datagram + PART_MORE;
+        let parts = (PARTED_MAX / part).min(PARTS_MAX);
+        self.datagram.max((parts * part).saturating_sub(PART_MORE))
+    }
+
+    /// For a packet of `bytes` that is sent now in parts, size of a datagram; otherwise 0.
+    #[inline]
+    pub(super) fn part_of(&mut self, bytes: usize) -> usize {
+        if bytes <= self.datagram || !self.parts.is_possible || bytes > self.parted_max() {
+            return 0;
+        }
+        self.parts.sent += 1;
+        if self.parts.sent >= SAMPLE {
+            (self.parts.sent, self.parts.lost) = (self.parts.sent / 2, self.parts.lost / 2);
+        }
+        self.datagram
+    }
+
+    /// A packet in parts was lost.
+    pub(super) fn lost_in_parts(&mut self, now: u64) {
+        let parts = &mut self.parts;
+        parts.lost += 1;
+        if parts.lost >= LOSSY_MIN && parts.lost * LOSSY_ONE_IN > parts.sent {
+            (parts.sent, parts.lost, parts.avoided_until) = (0, 0, now + AVOIDED_NS);
+        }
+    }
+
+    /// Whether a packet of `bytes` has room for an arrival map, too.
+    #[inline]
+    pub(super) fn has_map_room(&self, bytes: usize, map: usize) -> bool {
+        let most = if bytes > self.datagram { self.parted_max() } else { self.datagram };
+        bytes + map <= most
+    }
+}

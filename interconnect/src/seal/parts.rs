@@ -1,0 +1,229 @@
+//! Sealed packets in parts: a packet that is larger than a datagram is sealed once, and cut into several datagrams (docs/interconnect.md).
+//! Each begins with the header of the sealed packet, which also says which part it is and which is the last. All parts but the last have the
+//! same length.
+//!
+//! Whoever sends in the peer's name can spoil a packet by a forged part, no more: its tag is then wrong, and the protocol sends it again. Parts
+//! of at most `most` packets are kept; those of another take the place of the packet that has waited longest.
+
+use std::net::SocketAddr;
+
+use super::wire::{HEADER, Head};
+use crate::proto::PARTED_MAX;
+
+/// A packet of which parts have arrived.
+struct Slot {
+    from: SocketAddr,
+    id: u32,
+    number: u64,
+    last: u8,
+    /// Bit by bit, which parts have arrived.
+    arrived: u32,
+    /// Bytes of each part but the last.
+    room: usize,
+    /// Header, and all parts behind it. It keeps its length for the next packet.
+    bytes: Vec<u8>,
+    /// Where they end, once the last part has arrived.
+    end: usize,
+}
+
+/// What becomes of a part.
+pub(super) enum Put {
+    /// Other parts are missing.
+    Waits,
+    /// It is there already, or it does not suit the others.
+    Refused,
+    /// The packet is complete.
+    Whole,
+}
+
+/// Packets of which parts have arrived.
+pub(super) struct Parts {
+    slots: Vec<Slot>,
+    most: usize,
+    /// The slot that is used next when all are in use, and that of the last part.
+    turn: usize,
+    recent: usize,
+    /// Parts that were dropped because others had not arrived, or did not suit them.
+    pub(super) dropped: u64,
+}
+
+impl Slot {
+    fn is_for(&self, from: SocketAddr, head: &Head) -> bool {
+        self.arrived != 0
+            && (self.number, self.id, self.last) == (head.number, head.id, head.last)
+            && self.from == from
+    }
+}
+
+impl Parts {
+    pub(super) fn new(most: usize) -> Self {
+        Self { slots: vec![], most, turn: 0, recent: 0, dropped: 0 }
+    }
+
+    /// The place of the packet to which this part belongs, if others have arrived.
+    #[inline]
+    pub(super) fn find(&mut self, from: SocketAddr, head: &Head) -> Option<usize> {
+        if self.slots.get(self.recent).is_some_and(|slot| slot.is_for(from, head)) {
+            return Some(self.recent);
+        }
+        self.recent = self.slots.iter().position(|slot| slot.is_for(from, head))?;
+        Some(self.recent)
+    }
+
+    /// Keeps the first part of a packet, which is not the last one: that does not say where its place is. Returns the packet's place.
+    pub(super) fn begin(&mut self, from: SocketAddr, head: &Head, room: usize) -> Option<usize> {
+        let bytes = (usize::from(head.last) + 1) * room;
+        if head.part >= head.last || bytes > PARTED_MAX {
+            self.dropped += 1;
+            return None;
+        }
+        let free = self.slots.iter().position(|slot| slot.arrived == 0);
+        let place = match free {
+            Some(place) => place,
+            None if self.slots.len() < self.most => {
+                self.slots.push(Slot {
+                    from,
+                    id: 0,
+                    number: 0,
+                    last: 0,
+                    arrived: 0,
+                    room: 0,
+                    bytes: vec![],
+                    end: 0,
+                });
+                self.slots.len() - 1
+            }
+            None => {
+                self.turn = (self.turn + 1) % self.slots.len();
+                self.dropped += u64::from(self.slots[self.turn].arrived.count_ones());
+                self.turn
+            }
+        };
+        let slot = &mut self.slots[place];
+        (slot.from, slot.id, slot.number, slot.last) = (from, head.id, head.number, head.last);
+        (slot.arrived, slot.room, slot.end) = (0, room, 0);
+        if slot.bytes.len() < HEADER + bytes {
+            slot.bytes.resize(HEADER + bytes, 0);
+        }
+        slot.bytes[..HEADER].copy_from_slice(&head.encode_whole());
+        self.recent = place;
+        Some(place)
+    }
+
+    /// Adds a part to the packet at `place`.
+    #[inline]
+    pub(super) fn put(&mut self, place: usize, head: &Head, part: &[u8]) -> Put {
+        let slot = &mut self.slots[place];
+        let is_last = head.part == head.last;
+        let fits = if is_last { (1..=slot.room).contains(&part.len()) } else { part.len() == slot.room };
+        if !fits || slot.arrived & 1 << head.part != 0 {
+            self.dropped += 1;
+            return Put::Refused;
+        }
+        let at = HEADER + usize::from(head.part) * slot.room;
+        slot.bytes[at..at + part.len()].copy_from_slice(part);
+        if is_last {
+            slot.end = at + part.len();
+        }
+        slot.arrived |= 1 << head.part;
+        if slot.arrived.count_ones() == u32::from(head.last) + 1 { Put::Whole } else { Put::Waits }
+    }
+
+    /// Takes a complete packet: as if it had arrived in one datagram.
+    pub(super) fn take(&mut self, place: usize) -> &mut [u8] {
+        let slot = &mut self.slots[place];
+        slot.arrived = 0;
+        &mut slot.bytes[..slot.end]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ROOM: usize = 100;
+
+    fn from(port: u16) -> SocketAddr {
+        SocketAddr::from(([10, 0, 0, 2], port))
+    }
+
+    fn part(number: u64, part: u8, last: u8) -> Head {
+        Head { id: 7, number, part, last }
+    }
+
+    /// The bytes of a part, all alike; the last part is shorter.
+    fn bytes(head: &Head) -> Vec<u8> {
+        vec![head.part + 1; if head.part == head.last { ROOM - 30 } else { ROOM }]
+    }
+
+    /// A part arrives. Returns the packet, if it is complete.
+    fn arrive(parts: &mut Parts, from: SocketAddr, head: Head) -> Option<Vec<u8>> {
+        let bytes = bytes(&head);
+        let place = parts.find(from, &head).or_else(|| parts.begin(from, &head, bytes.len()))?;
+        matches!(parts.put(place, &head, &bytes), Put::Whole).then(|| parts.take(place).to_vec())
+    }
+
+    fn whole(number: u64, last: u8) -> Vec<u8> {
+        let parts = (0..=last).flat_map(|at| bytes(&part(number, at, last)));
+        part(number, 0, last).encode().into_iter().chain(parts).collect()
+    }
+
+    #[test]
+    fn parts_become_the_packet_in_any_order_but_the_last_first() {
+        let mut parts = Parts::new(4);
+        for (number, order) in [[0, 1, 2, 3], [2, 0, 3, 1], [1, 3, 2, 0]].iter().enumerate() {
+            let arrived: Vec<_> =
+                order.iter().map(|at| arrive(&mut parts, from(1), part(number as u64, *at, 3))).collect();
+            assert_eq!(arrived[..3], [None, None, None]);
+            assert_eq!(arrived[3], Some(whole(number as u64, 3)));
+        }
+        assert_eq!(parts.dropped, 0);
+        assert_eq!(arrive(&mut parts, from(1), part(9, 3, 3)), None, "its place is not known yet");
+        assert_eq!(parts.dropped, 1);
+        (0..3).for_each(|at| assert_eq!(arrive(&mut parts, from(1), part(9, at, 3)), None));
+        assert_eq!(arrive(&mut parts, from(1), part(9, 3, 3)), Some(whole(9, 3)), "it came again");
+    }
+
+    #[test]
+    fn parts_of_several_packets_and_peers_do_not_mix() {
+        let mut parts = Parts::new(4);
+        let heads = [(from(1), 5), (from(2), 5), (from(1), 6)];
+        for at in 0..2 {
+            for (from, number) in heads {
+                assert_eq!(arrive(&mut parts, from, part(number, at, 2)), None);
+            }
+        }
+        // Another number of parts, and a part that has come already, change nothing.
+        assert_eq!(arrive(&mut parts, from(1), part(5, 1, 3)), None);
+        assert_eq!(arrive(&mut parts, from(1), part(5, 1, 2)), None);
+        for (from, number) in heads {
+            assert_eq!(arrive(&mut parts, from, part(number, 2, 2)), Some(whole(number, 2)));
+        }
+        assert_eq!(parts.dropped, 1);
+    }
+
+    #[test]
+    fn parts_that_do_not_fit_are_dropped() {
+        let mut parts = Parts::new(4);
+        let place = parts.begin(from(1), &part(1, 0, 2), ROOM).unwrap();
+        for (at, len) in [(0, ROOM - 1), (0, ROOM + 1), (1, 0), (2, 0), (2, ROOM + 1)] {
+            assert!(matches!(parts.put(place, &part(1, at, 2), &vec![0; len]), Put::Refused), "{at}: {len}");
+        }
+        assert_eq!(parts.dropped, 5);
+        assert_eq!(parts.begin(from(1), &part(2, 0, 1), PARTED_MAX / 2 + 1), None, "too long");
+        assert_eq!(parts.dropped, 6);
+    }
+
+    #[test]
+    fn memory_is_bounded_and_the_oldest_packet_makes_room() {
+        let mut parts = Parts::new(3);
+        for number in 0..20 {
+            (0..15).for_each(|at| assert_eq!(arrive(&mut parts, from(1), part(number, at, 15)), None));
+        }
+        assert_eq!((parts.slots.len(), parts.dropped), (3, 17 * 15));
+        assert!(parts.slots.iter().all(|slot| slot.bytes.len() == HEADER + 16 * ROOM));
+        for number in 17..20 {
+            assert_eq!(arrive(&mut parts, from(1), part(number, 15, 15)), Some(whole(number, 15)));
+        }
+    }
+}
