@@ -489,7 +489,7 @@ impl Node {
             Wire::Ethernet(_) => Sealing::of_frames(address, is_off, seed),
         };
         let local = Local::new(options.meeting.clone(), wire.as_fd(), &mut seal).map_err(refused)?;
-        let streams = Streams::new(address, listener, &local, config.dead_after_ns);
+        let streams = Streams::new(address, listener, config.dead_after_ns);
         config.stream_min = match config.stream_min {
             _ if !streams.can_listen() => 0,
             0 => STREAM_MIN,

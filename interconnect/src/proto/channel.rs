@@ -293,7 +293,7 @@ pub(super) struct Serve {
     /// Offset of the first byte within the peer's pull.
     pub(super) offset: u64,
     pub(super) sent: u32,
-    /// Offset and length of bytes to send again: lost with a stream.
+    /// Offset and length of bytes to send again in datagrams: lost with a stream, or in a packet larger than a datagram.
     pub(super) again: Vec<(u32, u32)>,
     pub(super) arrived: u32,
 }
@@ -373,7 +373,7 @@ pub(super) struct Parts {
     pub(super) is_possible: bool,
     /// The peer takes them.
     pub(super) is_taken: bool,
-    /// Number of such packets sent, and sent again, over which losses are counted.
+    /// Number of such packets sent, and lost, over which losses are counted.
     pub(super) sent: u32,
     pub(super) lost: u32,
     /// Until when none is sent because the path is lossy.

@@ -255,6 +255,20 @@ impl<W: Copy> Window<W> {
         }
     }
 
+    /// From now on the packet `number`, which `resend` has returned, contains `what`, of `bytes` bytes.
+    pub(super) fn replace(&mut self, number: u64, what: W, bytes: usize) {
+        let place = number.checked_sub(self.first);
+        let packet = place.and_then(|place| self.packets.get_mut(place as usize));
+        let Some(packet) = packet.filter(|packet| packet.state == State::Flying) else { return };
+        self.flying_bytes = self.flying_bytes - packet.bytes + bytes as u64;
+        (packet.what, packet.bytes) = (what, bytes as u64);
+    }
+
+    /// Whether the peer has been silent since the last retransmission timeout.
+    pub(super) fn is_timed_out(&self) -> bool {
+        self.timeouts > 0
+    }
+
     /// Processes an acknowledgement. Appends to `done` the content of each packet that arrived together with all packets before
     /// it.
     pub(super) fn acknowledge(

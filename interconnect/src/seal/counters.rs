@@ -17,7 +17,7 @@ pub struct SealCounters {
     pub forged: u64,
     /// Packets that were opened before, or are too old.
     pub replayed: u64,
-    /// Parts of packets of which other parts had not arrived.
+    /// Parts of packets: others had not arrived, or it came twice, or does not suit them. A complete packet counts as one, as those in one datagram.
     pub incomplete: u64,
     /// Packets without a key here.
     pub unknown: u64,
@@ -26,7 +26,7 @@ pub struct SealCounters {
 }
 
 impl SealCounters {
-    /// Packets that were dropped, each under one reason.
+    /// Packets and parts that were dropped, each under one reason.
     pub fn drops(&self) -> [(&'static str, u64); 6] {
         let Self { clear, forged, replayed, incomplete, unknown, unsent, .. } = *self;
         [

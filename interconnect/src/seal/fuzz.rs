@@ -96,7 +96,7 @@ pub fn run(script: &[u8]) {
 /// opens once; parts without a change become their packet, if as few other packets are under way as memory is kept for.
 pub fn run_parts(script: &[u8]) {
     const MOST: usize = 4;
-    const DATAGRAM: usize = 128;
+    const DATAGRAM: usize = 700;
     let from: SocketAddr = ([10, 0, 0, 2], 7000).into();
     let keys = Keys { epoch: 1, keys: std::array::from_fn(|at| at as u8) };
     let mut sealing = Session::new(&keys, Role::Opener, (5, 6), 0);
@@ -106,7 +106,7 @@ pub fn run_parts(script: &[u8]) {
     for step in script.chunks_exact(4) {
         let [action, which, x, y] = step.try_into().expect("four bytes");
         if action % 4 == 0 || sent.is_empty() {
-            let text = vec![y; 97 + usize::from(x) * 6];
+            let text = vec![y; 700 + usize::from(x) * 32];
             let mut bytes = vec![];
             sealing.seal_in_parts(&mut bytes, &text, Span::EMPTY, DATAGRAM);
             sent.extend(bytes.chunks(DATAGRAM).map(<[u8]>::to_vec));
@@ -117,7 +117,7 @@ pub fn run_parts(script: &[u8]) {
         match action % 4 {
             1 => {}
             2 => datagram[usize::from(x) % sent[at].len()] ^= y,
-            _ => datagram.truncate(usize::from(x)),
+            _ => datagram.truncate(usize::from(x) * 3),
         }
         let Some(head) = Head::read(&datagram).filter(|head| head.last > 0) else { continue };
         let (rest, place) = (&datagram[HEADER..], parts.find(from, &head));
@@ -125,7 +125,7 @@ pub fn run_parts(script: &[u8]) {
         if let Put::Whole = parts.put(place, &head, rest)
             && let Ok(text) = opening.open(parts.take(place))
         {
-            assert!(text.windows(2).all(|two| two[0] == two[1]) && text.len() > 96);
+            assert!(text.windows(2).all(|two| two[0] == two[1]) && text.len() >= 700);
             opened += 1;
         }
     }
@@ -134,13 +134,13 @@ pub fn run_parts(script: &[u8]) {
     // Forged parts spoil at most the packets for which memory is kept.
     let opens = (0..=MOST).any(|_| {
         let mut bytes = vec![];
-        sealing.seal_in_parts(&mut bytes, &[7; 1000], Span::EMPTY, DATAGRAM);
+        sealing.seal_in_parts(&mut bytes, &[7; 3000], Span::EMPTY, DATAGRAM);
         let whole = bytes.chunks(DATAGRAM).find_map(|part| {
             let head = Head::read(part)?;
             let place = parts.find(from, &head).or_else(|| parts.begin(from, &head, part.len() - HEADER))?;
             matches!(parts.put(place, &head, &part[HEADER..]), Put::Whole).then_some(place)
         });
-        whole.is_some_and(|place| opening.open(parts.take(place)).is_ok_and(|text| *text == [7; 1000]))
+        whole.is_some_and(|place| opening.open(parts.take(place)).is_ok_and(|text| *text == [7; 3000]))
     });
     assert!(opens);
 }

@@ -73,9 +73,9 @@ struct Bounds {
     parted: usize,
 }
 
-const BOUNDS: Bounds = Bounds { peers: 4096, held: 64, parted: 32 };
+const BOUNDS: Bounds = Bounds { peers: 4096, held: 64, parted: 64 };
 /// Bounds of a process that the daemon serves: it may be hostile, and the memory is the daemon's.
-const BOUNDS_SERVED: Bounds = Bounds { peers: 1024, held: 8, parted: 8 };
+const BOUNDS_SERVED: Bounds = Bounds { peers: 1024, held: 8, parted: 16 };
 
 /// What becomes of a packet to send.
 pub(crate) enum Way<'a> {
@@ -377,7 +377,11 @@ impl Sealing {
         let whole = if head.last > 0 { Some(self.put(now, from, &head, packet)?) } else { None };
         let session = self.peers.get_mut(&from).and_then(|peer| peer.session(head.id));
         let Some(session) = session else {
-            self.counters.unknown += 1;
+            match whole {
+                // It has ended since the first part.
+                Some(place) => self.parts.drop(place),
+                None => self.counters.unknown += 1,
+            }
             self.tell(now, from, head.id);
             return None;
         };
@@ -403,7 +407,8 @@ impl Sealing {
         }
     }
 
-    /// Keeps a part of a packet. Returns the place of the packet if it is complete now. Parts without a session take no memory.
+    /// Keeps a part of a packet. Returns the place of the packet if it is complete now. The first one of a packet needs a session: without, nothing is
+    /// kept.
     fn put(&mut self, now: u64, from: SocketAddr, head: &Head, datagram: &[u8]) -> Option<usize> {
         let part = &datagram[HEADER..];
         let place = match self.parts.find(from, head) {

@@ -2,16 +2,21 @@
 //! Each begins with the header of the sealed packet, which also says which part it is and which is the last. All parts but the last have the
 //! same length.
 //!
-//! Whoever sends in the peer's name can spoil a packet by a forged part, no more: its tag is then wrong, and the protocol sends it again. Parts
-//! of at most `most` packets are kept; those of another take the place of the packet that has waited longest.
+//! A forged part can spoil a packet: its tag is then wrong, and the protocol sends its bytes again in whole packets. Parts of at most `most`
+//! packets are kept. When another begins, the oldest packet of the host that has most of them makes room, so that none takes all.
 
 use std::net::SocketAddr;
 
 use super::wire::{HEADER, Head};
 use crate::proto::PARTED_MAX;
 
+/// Smallest length of a part that is not the last one; the protocol's datagrams are not smaller.
+const ROOM_MIN: usize = 576;
+
 /// A packet of which parts have arrived.
 struct Slot {
+    /// Its place in the order in which packets began.
+    began: u64,
     from: SocketAddr,
     id: u32,
     number: u64,
@@ -40,14 +45,18 @@ pub(super) enum Put {
 pub(super) struct Parts {
     slots: Vec<Slot>,
     most: usize,
-    /// The slot that is used next when all are in use, and that of the last part.
-    turn: usize,
+    /// Number of packets that have begun, and the slot of the last part.
+    began: u64,
     recent: usize,
-    /// Parts that were dropped because others had not arrived, or did not suit them.
+    /// Parts that were dropped: others had not arrived, or it came twice, or first although it is the last, or did not suit the others.
     pub(super) dropped: u64,
 }
 
 impl Slot {
+    fn free(from: SocketAddr) -> Self {
+        Self { began: 0, from, id: 0, number: 0, last: 0, arrived: 0, room: 0, bytes: vec![], end: 0 }
+    }
+
     fn is_for(&self, from: SocketAddr, head: &Head) -> bool {
         self.arrived != 0
             && (self.number, self.id, self.last) == (head.number, head.id, head.last)
@@ -57,7 +66,7 @@ impl Slot {
 
 impl Parts {
     pub(super) fn new(most: usize) -> Self {
-        Self { slots: vec![], most, turn: 0, recent: 0, dropped: 0 }
+        Self { slots: vec![], most, began: 0, recent: 0, dropped: 0 }
     }
 
     /// The place of the packet to which this part belongs, if others have arrived.
@@ -73,41 +82,44 @@ impl Parts {
     /// Keeps the first part of a packet, which is not the last one: that does not say where its place is. Returns the packet's place.
     pub(super) fn begin(&mut self, from: SocketAddr, head: &Head, room: usize) -> Option<usize> {
         let bytes = (usize::from(head.last) + 1) * room;
-        if head.part >= head.last || bytes > PARTED_MAX {
+        if head.part >= head.last || room < ROOM_MIN || bytes > PARTED_MAX {
             self.dropped += 1;
             return None;
         }
-        let free = self.slots.iter().position(|slot| slot.arrived == 0);
-        let place = match free {
+        let place = match self.slots.iter().position(|slot| slot.arrived == 0) {
             Some(place) => place,
             None if self.slots.len() < self.most => {
-                self.slots.push(Slot {
-                    from,
-                    id: 0,
-                    number: 0,
-                    last: 0,
-                    arrived: 0,
-                    room: 0,
-                    bytes: vec![],
-                    end: 0,
-                });
+                self.slots.push(Slot::free(from));
                 self.slots.len() - 1
             }
             None => {
-                self.turn = (self.turn + 1) % self.slots.len();
-                self.dropped += u64::from(self.slots[self.turn].arrived.count_ones());
-                self.turn
+                let place = self.least_wanted();
+                self.drop(place);
+                place
             }
         };
+        self.began += 1;
         let slot = &mut self.slots[place];
         (slot.from, slot.id, slot.number, slot.last) = (from, head.id, head.number, head.last);
-        (slot.arrived, slot.room, slot.end) = (0, room, 0);
+        (slot.began, slot.arrived, slot.room, slot.end) = (self.began, 0, room, 0);
         if slot.bytes.len() < HEADER + bytes {
             slot.bytes.resize(HEADER + bytes, 0);
         }
         slot.bytes[..HEADER].copy_from_slice(&head.encode_whole());
         self.recent = place;
         Some(place)
+    }
+
+    /// The oldest packet of the host that has most of them.
+    fn least_wanted(&self) -> usize {
+        let of_host = |from: SocketAddr| self.slots.iter().filter(|slot| slot.from.ip() == from.ip()).count();
+        let order = |slot: &Slot| (std::cmp::Reverse(of_host(slot.from)), slot.began);
+        (0..self.slots.len()).min_by_key(|place| order(&self.slots[*place])).unwrap_or_default()
+    }
+
+    /// Drops the packet at `place`.
+    pub(super) fn drop(&mut self, place: usize) {
+        self.dropped += u64::from(std::mem::take(&mut self.slots[place].arrived).count_ones());
     }
 
     /// Adds a part to the packet at `place`.
@@ -141,7 +153,7 @@ impl Parts {
 mod tests {
     use super::*;
 
-    const ROOM: usize = 100;
+    const ROOM: usize = 600;
 
     fn from(port: u16) -> SocketAddr {
         SocketAddr::from(([10, 0, 0, 2], port))
@@ -211,7 +223,20 @@ mod tests {
         }
         assert_eq!(parts.dropped, 5);
         assert_eq!(parts.begin(from(1), &part(2, 0, 1), PARTED_MAX / 2 + 1), None, "too long");
-        assert_eq!(parts.dropped, 6);
+        assert_eq!(parts.begin(from(1), &part(2, 0, 1), ROOM_MIN - 1), None, "too short");
+        assert_eq!(parts.dropped, 7);
+    }
+
+    #[test]
+    fn a_host_with_many_packets_drops_its_own() {
+        let mut parts = Parts::new(4);
+        let other = SocketAddr::from(([10, 0, 0, 3], 1));
+        assert_eq!(arrive(&mut parts, other, part(1, 0, 1)), None);
+        for number in 0..50 {
+            assert_eq!(arrive(&mut parts, from(number as u16), part(number, 0, 1)), None);
+        }
+        assert_eq!(parts.dropped, 47);
+        assert_eq!(arrive(&mut parts, other, part(1, 1, 1)), Some(whole(1, 1)));
     }
 
     #[test]

@@ -257,7 +257,7 @@ mod tests {
         let [mut one, mut other] = two();
         let from = SocketAddr::from(([10, 0, 0, 2], 7000));
         for (len, datagram) in
-            [(100, 100), (84, 100), (85, 100), (15_120, 1392), (13_700, 1392), (16_000, 1100)]
+            [(1352, 700), (1353, 700), (668, 700), (15_120, 1392), (13_700, 1392), (16_000, 1100)]
         {
             let (text, mut bytes) = (vec![len as u8; len], vec![9; 5]);
             one.seal_in_parts(&mut bytes, &text[..28], Span::EMPTY, datagram);

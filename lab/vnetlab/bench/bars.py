@@ -49,7 +49,7 @@ _BARS = "[note](lab-notes/2026-11-27-interconnect-bars.md)"
 _PATH = f"on vnet's path plain UDP sockets take longer, too ({_BARS})"
 _NO_COPY = f"on this path not even a sender without copies reaches it ({_BARS})"
 _SPENT = f"the copies of a stream alone take more ({_BARS})"
-_LARGE_MESSAGES = f"super-frames pass one more queue; measured before large transfers became faster ({_BARS})"
+_LARGE_MESSAGES = f"the kernel's path for two copies is TCP's, too; super-frames pass one more queue ({_BARS})"
 _GUESTS = "the emulated guests' own time ([note](lab-notes/2026-11-22-virtual-machine-latency.md))"
 
 

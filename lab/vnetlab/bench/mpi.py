@@ -33,6 +33,9 @@ SHARED_MEMORY = "tcp,self,vader"
 """The same, but ranks on one node use shared memory."""
 FABRIC = "the libfabric provider vnet"
 """In place of transports: all messages over the interconnect."""
+TCP_PARAMETERS = {"mpi_event_tick_rate": "1"}
+"""A rank looks at its connections at each poll. Of forty runs by TAPs, Open MPI 4.1.4 has one in which a rank does so only
+every 10 ms, its default without users of events (docs/lab-notes/2026-11-27-a-message-in-5-ms.md)."""
 FABRIC_PARAMETERS = {"pml": "cm", "mtl": "ofi", "btl": "^uct,openib", "osc": "^ucx"}
 START_S = 30
 """Allowance for Open MPI to start and exit."""
@@ -157,6 +160,8 @@ def launcher(nodes: Sequence[Node], transports: str = TCP) -> Iterator[list[str]
         _link_provider(provider, [node for node in dict.fromkeys(nodes) if node.kind is Kind.VM])
         parameters |= FABRIC_PARAMETERS
         words += ["-x", "FI_PROVIDER=vnet", "-x", f"FI_PROVIDER_PATH={provider}"]
+    else:
+        parameters |= TCP_PARAMETERS
     try:
         yield words + [word for name, value in parameters.items() for word in ("--mca", name, value)]
     finally:

@@ -57,7 +57,8 @@ const UNVERIFIED_MAX: usize = 64;
 const VERIFY_TIMEOUT_NS: u64 = 2_000_000_000;
 /// Maximum number of connections accepted in one call.
 const ACCEPTS_MAX: usize = 16;
-/// Interval at which idle connections are checked, and at which new ones are accepted, which takes 10 us even if there are none.
+/// Interval at which idle connections are checked, and at which new ones are accepted, which takes 10 us even if there are none. Strangers'
+/// connections wake nobody: who invites a peer is busy with its packets.
 const TEND_EVERY_NS: u64 = 1_000_000;
 const ACCEPT_EVERY_NS: u64 = 10_000_000;
 /// Interval at which the loss rate is checked.
@@ -114,9 +115,8 @@ pub(super) struct Streams {
     unverified: Vec<Unverified>,
     tend_at: u64,
     check_at: u64,
-    /// Earliest time of the next accept(2), and until when the listener is not watched because it has failed.
+    /// Earliest time of the next accept(2).
     accept_at: u64,
-    unwatched_until: u64,
     /// TCP user timeout of all streams.
     user_timeout: Duration,
     counters: StreamCounters,
@@ -124,13 +124,7 @@ pub(super) struct Streams {
 
 impl Streams {
     /// Streams of the node at `own`. `None`: streams are off.
-    pub(super) fn new(
-        own: SocketAddr,
-        listener: Option<TcpListener>,
-        local: &Local,
-        dead_after_ns: u64,
-    ) -> Self {
-        let listener = listener.filter(|listener| local.watch(listener.as_fd()).is_ok());
+    pub(super) fn new(own: SocketAddr, listener: Option<TcpListener>, dead_after_ns: u64) -> Self {
         Self {
             listener,
             own,
@@ -140,7 +134,6 @@ impl Streams {
             tend_at: 0,
             check_at: 0,
             accept_at: 0,
-            unwatched_until: 0,
             user_timeout: user_timeout(dead_after_ns),
             counters: StreamCounters::default(),
         }
@@ -298,21 +291,12 @@ impl Streams {
             return;
         }
         self.accept_at = now + ACCEPT_EVERY_NS;
-        if now < self.unwatched_until {
-            return;
-        }
-        if std::mem::take(&mut self.unwatched_until) > 0 {
-            // Best effort: `tend` accepts at intervals anyway.
-            let _ = local.watch(listener.as_fd());
-        }
         for _ in 0..ACCEPTS_MAX {
             let (socket, from) = match listener.accept() {
                 Ok(accepted) => accepted,
                 Err(error) if would_block(&error) => return,
                 Err(_) => {
-                    // The listener stays readable, and would wake sleeping threads again and again.
-                    local.unwatch(listener.as_fd());
-                    self.unwatched_until = now + ACCEPT_PAUSE_NS;
+                    self.accept_at = now + ACCEPT_PAUSE_NS;
                     return;
                 }
             };

@@ -18,9 +18,11 @@ use super::super::wire::{
     Atomic, Body, Data, Encoded, Found, Header, Hello, MAP, Message, Offer, Write, flags,
 };
 use super::Engine;
+use super::parts::PARTS_MAX;
 
 /// Number of packets that a channel may send before the other channels get a turn: as many as one system call sends.
 const TURN: u32 = 64;
+const TURN_IN_PARTS: u32 = TURN / PARTS_MAX as u32;
 const HELLO_FIRST_NS: u64 = 5_000_000;
 const HELLO_MAX_NS: u64 = 500_000_000;
 
@@ -34,7 +36,7 @@ pub struct Departure {
     pub payload: Span,
     /// To be sent through the stream to this peer.
     pub by_stream: bool,
-    /// To be sent in parts: size in bytes of the packets that a datagram holds. 0: as a whole.
+    /// To be sent in parts, in datagrams with room for a whole packet of this many bytes. 0: whole.
     pub parts_of: usize,
 }
 
@@ -102,7 +104,8 @@ impl Engine {
             };
             self.shares.take_held();
             if self.depart_from(now, number, out).is_some() {
-                if self.counters.packets_out.is_multiple_of(u64::from(TURN)) {
+                let turn = if out.parts_of > 0 { TURN_IN_PARTS } else { TURN };
+                if self.counters.packets_out.is_multiple_of(u64::from(turn)) {
                     self.ready.rotate_left(1);
                 }
                 return true;
@@ -201,17 +204,12 @@ impl Engine {
         let channel = self.channels.get_mut(number)?;
         if let Some((psn, what)) = channel.window.resend(now) {
             self.counters.resent += 1;
+            let what = channel.cut_smaller(now, psn, what);
             let cut = self.cut_again(number, what);
             self.charge(now, &cut);
-            let channel = self.channels.get_mut(number)?;
-            let header = channel.header(cut.flags | flags::ACK_SOON, psn, cut.body, false);
-            let parts_of = channel.part_of(Header::len(&cut.body, false) + cut.payload.len());
-            if parts_of > 0 {
-                channel.lost_in_parts(now);
-            }
-            self.departs(to, &header, cut.payload, out);
-            out.parts_of = parts_of;
-            return Some(());
+            let header =
+                self.channels.get_mut(number)?.header(cut.flags | flags::ACK_SOON, psn, cut.body, false);
+            return self.departs(to, &header, cut.payload, out).then_some(());
         }
         if let Some(piece) = channel.next_piece_alone(now, &mut self.shares) {
             let header = channel.piece_header(now, &piece, &mut self.shares);
@@ -240,15 +238,14 @@ impl Engine {
             channel.window.put_into_stream();
         }
         channel.last_sent_at = now;
-        let has_map_room = channel.has_map_room(bytes, MAP);
+        let has_map_room = bytes + MAP <= channel.datagram;
         let flags = cut.flags | if soon { flags::ACK_SOON } else { 0 };
         let header = match cut.by_stream {
             true => channel.header_in_stream(flags, psn, cut.body),
             false => channel.header(flags, psn, cut.body, has_map_room),
         };
-        let parts_of = if cut.by_stream { 0 } else { channel.part_of(bytes) };
         self.departs(to, &header, cut.payload, out);
-        (out.by_stream, out.parts_of) = (cut.by_stream, parts_of);
+        out.by_stream = cut.by_stream;
         Some(())
     }
 
@@ -309,7 +306,7 @@ impl Engine {
 
     /// Cuts the next fragment of the bytes that the peer requested.
     fn next_data(&mut self, now: u64, number: u32) -> Option<Cut> {
-        let piece = self.channels.get_mut(number)?.next_piece(now, &mut self.shares)?;
+        let piece = self.channels.get_mut(number)?.next_piece(now, &mut self.shares, false)?;
         let (charged, by_stream) = (Some((piece.endpoint, 0)), piece.by_stream);
         Some(Cut {
             payload: piece.payload,

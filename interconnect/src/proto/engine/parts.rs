@@ -1,10 +1,11 @@
 //! Packets in parts: DATA packets that are larger than a datagram. The node seals such a packet as a whole and sends it in several datagrams
-//! (`seal/parts.rs`), which takes less time than to seal a packet for each of them. Who loses one of the datagrams loses the packet, so the
-//! engine avoids them on a lossy path.
+//! (`seal/parts.rs`), which takes less time than to seal a packet for each of them. Who loses one of the datagrams loses the packet: its bytes
+//! are sent again in datagrams, a NOOP takes its number, and on a lossy path the engine avoids packets in parts.
 
 use std::net::SocketAddr;
 
-use super::super::channel::{Channel, Parts};
+use super::super::channel::{Channel, Parts, What};
+use super::super::wire::{Body, DATA_HEADER, Header};
 use super::Engine;
 
 /// Maximum number of parts of a packet.
@@ -13,7 +14,7 @@ pub(crate) const PARTS_MAX: usize = 16;
 pub(crate) const PARTED_MAX: usize = 16 << 10;
 /// A part has room for this many bytes more than a datagram that holds a whole packet: a packet has one tag.
 pub(crate) const PART_MORE: usize = 16;
-/// A path is lossy if one packet in parts of `LOSSY_ONE_IN` was sent again, and at least `LOSSY_MIN`: it loses about one datagram of 200.
+/// A path is lossy if one packet in parts of `LOSSY_ONE_IN` was lost, and at least `LOSSY_MIN`: it loses about one datagram of 200.
 const LOSSY_ONE_IN: u32 = 16;
 const LOSSY_MIN: u32 = 16;
 /// Number of packets over which losses are counted; older ones count half.
@@ -47,10 +48,10 @@ impl Channel {
         self.datagram.max((parts * part).saturating_sub(PART_MORE))
     }
 
-    /// For a packet of `bytes` that is sent now in parts, size of a datagram; otherwise 0.
+    /// For a packet of `bytes` that is sent now in parts, size of the largest packet that a datagram holds whole; otherwise 0.
     #[inline]
-    pub(super) fn part_of(&mut self, bytes: usize) -> usize {
-        if bytes <= self.datagram || !self.parts.is_possible || bytes > self.parted_max() {
+    pub(super) fn parts_of(&mut self, bytes: usize) -> usize {
+        if bytes <= self.datagram {
             return 0;
         }
         self.parts.sent += 1;
@@ -60,13 +61,39 @@ impl Channel {
         self.datagram
     }
 
-    /// A packet in parts was lost.
-    pub(super) fn lost_in_parts(&mut self, now: u64) {
+    /// Cuts bytes again for datagrams that were lost in the packet `number`, if it is larger than a datagram now: one in parts, or of shared
+    /// memory that has ended, or of a path whose datagrams were larger. Returns what is sent under the packet's number.
+    pub(super) fn cut_smaller(&mut self, now: u64, number: u64, what: What) -> What {
+        let What::Data { serve, offset, len } = what else { return what };
+        if DATA_HEADER + len as usize <= self.datagram {
+            return what;
+        }
+        self.lost_in_parts(now);
+        let instead = What::Control(Body::Noop, 0);
+        self.window.replace(number, instead, Header::len(&Body::Noop, false));
+        self.serve_again(serve, offset, len);
+        instead
+    }
+
+    /// Counts a lost packet in parts, unless the peer may just be busy.
+    fn lost_in_parts(&mut self, now: u64) {
+        if now < self.parts.avoided_until || self.window.is_timed_out() {
+            return;
+        }
         let parts = &mut self.parts;
         parts.lost += 1;
         if parts.lost >= LOSSY_MIN && parts.lost * LOSSY_ONE_IN > parts.sent {
             (parts.sent, parts.lost, parts.avoided_until) = (0, 0, now + AVOIDED_NS);
         }
+    }
+
+    /// Queues bytes again, in front of the lane.
+    pub(super) fn serve_again(&mut self, serve: u32, offset: u32, len: u32) {
+        let Some(own) = self.serves.get_mut(serve) else { return };
+        if own.again.is_empty() {
+            self.serving.push_front(own.endpoint, serve);
+        }
+        own.again.push((offset, len));
     }
 
     /// Whether a packet of `bytes` has room for an arrival map, too.

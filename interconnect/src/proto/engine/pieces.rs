@@ -24,23 +24,24 @@ impl Piece {
         What::Data { serve: self.serve, offset: self.offset, len: self.payload.len() as u32 }
     }
 
-    /// As [`Channel::part_of`].
+    /// As [`Channel::parts_of`].
     #[inline]
     pub(super) fn parts_of(&self, channel: &mut Channel) -> usize {
-        if self.by_stream { 0 } else { channel.part_of(DATA_HEADER + self.payload.len()) }
+        if self.by_stream { 0 } else { channel.parts_of(DATA_HEADER + self.payload.len()) }
     }
 }
 
 impl Channel {
     /// Cuts the next piece of the bytes that the peer requested, of an endpoint whose share allows it.
-    pub(super) fn next_piece(&mut self, now: u64, shares: &mut Shares) -> Option<Piece> {
+    /// `alone`: nothing else waits to be sent, so it may be larger than a datagram.
+    pub(super) fn next_piece(&mut self, now: u64, shares: &mut Shares, alone: bool) -> Option<Piece> {
         let mut lanes = self.serving.len();
         let by_stream = self.can_stream();
         let waits_for_stream = !by_stream && self.has_stream();
-        let packet = if by_stream { LOCAL_PACKET_MAX } else { self.data_max(now) };
-        if waits_for_stream || !by_stream && !self.window.has_room(packet) {
+        if waits_for_stream || !by_stream && !self.window.has_room(self.datagram) {
             return None;
         }
+        let parted = Some(self.data_max(now)).filter(|most| alone && self.window.has_room(*most));
         loop {
             let (endpoint, serve) = self.serving.front()?;
             let own = self.serves.get_mut(serve).filter(|own| !own.is_sent());
@@ -57,6 +58,11 @@ impl Channel {
                 continue;
             }
             let header = DATA_HEADER + if self.arrivals.has_gaps() { MAP } else { 0 };
+            let packet = match parted {
+                _ if by_stream => LOCAL_PACKET_MAX,
+                Some(parted) if own.again.is_empty() => parted,
+                _ => self.datagram,
+            };
             let (offset, len) = own.next(packet - header)?;
             let payload = own.span.part(offset.into(), len.into())?;
             let data = Data { pull: own.pull, offset: own.offset + u64::from(offset) };
@@ -67,7 +73,7 @@ impl Channel {
     /// Cuts the next such piece if nothing else waits to be sent: most packets of a large transfer.
     pub(super) fn next_piece_alone(&mut self, now: u64, shares: &mut Shares) -> Option<Piece> {
         let is_alone = self.control.is_empty() && self.flows.iter().all(Flow::is_empty);
-        is_alone.then(|| self.next_piece(now, shares)).flatten()
+        is_alone.then(|| self.next_piece(now, shares, true)).flatten()
     }
 
     /// Numbers a packet with this piece, and builds its header.

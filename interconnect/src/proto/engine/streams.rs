@@ -170,12 +170,7 @@ impl Channel {
         let bytes = Header::len(&Body::Noop, false);
         for what in self.window.end_stream(What::Control(Body::Noop, 0), bytes) {
             let What::Data { serve, offset, len } = what else { continue };
-            if let Some(own) = self.serves.get_mut(serve) {
-                if own.again.is_empty() {
-                    self.serving.push_front(own.endpoint, serve);
-                }
-                own.again.push((offset, len));
-            }
+            self.serve_again(serve, offset, len);
         }
     }
 }

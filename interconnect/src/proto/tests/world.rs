@@ -58,6 +58,8 @@ pub struct World {
     pub stream_packets: u64,
     /// Nodes can send packets in parts; how many each has sent.
     has_parts: bool,
+    /// Largest datagram.
+    datagram: usize,
     pub parted: Vec<u64>,
 }
 
@@ -101,6 +103,7 @@ impl World {
             connects: false,
             stream_packets: 0,
             has_parts: false,
+            datagram: 1472,
             parted,
         }
     }
@@ -134,6 +137,15 @@ impl World {
     pub fn reopen(&mut self, node: usize, config: &Config) {
         self.nodes[node].engine = Engine::new(config.clone(), 1, [0; 32]);
         self.restart(node);
+    }
+
+    /// From now on datagrams have at most this many bytes.
+    pub fn shrink_datagrams(&mut self, bytes: usize) {
+        let addresses: Vec<SocketAddr> = (0..self.nodes.len()).map(address).collect();
+        for node in &mut self.nodes {
+            addresses.iter().for_each(|address| node.engine.limit_datagram(*address, bytes));
+        }
+        self.datagram = bytes;
     }
 
     /// All nodes can send packets in parts from now on.
@@ -341,7 +353,7 @@ impl World {
                 departure.payload.read_to(&mut bytes);
                 let parts =
                     if departure.parts_of > 0 { bytes.len().div_ceil(departure.parts_of + 16) } else { 1 };
-                assert!(parts > 1 || bytes.len() <= 1472 || self.had_rings, "{} bytes", bytes.len());
+                assert!(parts > 1 || bytes.len() <= self.datagram || self.had_rings, "{} bytes", bytes.len());
                 assert!(parts <= 16 && (parts == 1 || bytes.len() <= 16 << 10), "{parts} parts");
                 self.parted[from] += u64::from(parts > 1);
                 // A packet is lost with any of its parts.
