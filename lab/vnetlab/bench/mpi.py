@@ -34,8 +34,8 @@ SHARED_MEMORY = "tcp,self,vader"
 FABRIC = "the libfabric provider vnet"
 """In place of transports: all messages over the interconnect."""
 TCP_PARAMETERS = {"mpi_event_tick_rate": "1"}
-"""A rank looks at its connections at each poll. In one of forty runs by TAPs, a rank of Open MPI 4.1.4 does so only every
-10 ms, its default without users of events (docs/lab-notes/2026-11-27-a-message-in-5-ms.md)."""
+"""A rank looks at its connections at each poll. In one of forty runs by TAPs, a rank of Open MPI 4.1.4 does so only
+every 10 ms, its default without users of events (docs/lab-notes/2026-11-27-a-message-in-5-ms.md)."""
 FABRIC_PARAMETERS = {"pml": "cm", "mtl": "ofi", "btl": "^uct,openib", "osc": "^ucx"}
 START_S = 30
 """Allowance for Open MPI to start and exit."""
