@@ -407,8 +407,7 @@ impl Sealing {
         }
     }
 
-    /// Keeps a part of a packet. Returns the place of the packet if it is complete now. The first one of a packet needs a session: without, nothing is
-    /// kept.
+    /// Keeps a part of a packet, whose first one needs a session. Returns the place of the packet if it is complete now.
     fn put(&mut self, now: u64, from: SocketAddr, head: &Head, datagram: &[u8]) -> Option<usize> {
         let part = &datagram[HEADER..];
         let place = match self.parts.find(from, head) {

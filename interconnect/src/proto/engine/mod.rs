@@ -414,7 +414,7 @@ impl Engine {
     }
 
     fn sizes_of(&mut self, address: SocketAddr) -> &mut Sizes {
-        if self.sizes.len() >= 2 * CHANNELS_MAX {
+        if self.sizes.len() >= 2 * CHANNELS_MAX && !self.sizes.contains_key(&address) {
             let addresses = &self.addresses;
             self.sizes.retain(|address, _| addresses.contains_key(address));
         }

@@ -32,8 +32,8 @@ impl Piece {
 }
 
 impl Channel {
-    /// Cuts the next piece of the bytes that the peer requested, of an endpoint whose share allows it.
-    /// `alone`: nothing else waits to be sent, so it may be larger than a datagram.
+    /// Cuts the next piece of the bytes that the peer requested, of an endpoint whose share allows it. `alone`: nothing else waits to be sent,
+    /// so it may be larger than a datagram.
     pub(super) fn next_piece(&mut self, now: u64, shares: &mut Shares, alone: bool) -> Option<Piece> {
         let mut lanes = self.serving.len();
         let by_stream = self.can_stream();
