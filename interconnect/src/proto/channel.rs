@@ -414,6 +414,8 @@ pub(super) struct Channel {
     pub(super) serving: Lanes,
     /// Whether pulled data goes before the fragments and offers of the flows in the current turn.
     pub(super) is_data_turn: bool,
+    /// The flows had nothing that may be sent when they were asked last.
+    pub(super) flows_wait: bool,
     pub(super) grants: Vec<Grant>,
     pub(super) assembly: Option<Assembly>,
     pub(super) pulling: u32,
@@ -466,6 +468,7 @@ impl Channel {
             serves: Slab::new(SERVES_MAX),
             serving: Lanes::default(),
             is_data_turn: false,
+            flows_wait: false,
             grants: vec![],
             assembly: None,
             pulling: 0,

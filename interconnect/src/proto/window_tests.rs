@@ -151,3 +151,24 @@ fn the_window_bounds_what_flies() {
     assert_eq!(done(&mut window, 2, sent, None).len() as u64, sent);
     assert!(window.congestion.window > CONGESTION_WINDOW_FIRST, "it grows");
 }
+
+#[test]
+fn a_lost_packet_can_become_a_smaller_one() {
+    let mut window = filled(10);
+    done(&mut window, 100, 2, Some([0b1110, 0, 0, 0]));
+    assert_eq!(window.resend(101), Some((FIRST + 2, 2)));
+    assert_eq!(window.flying_bytes, 500);
+    window.replace(FIRST + 2, 99, 16);
+    assert_eq!(window.flying_bytes, 416);
+    // Neither one that has arrived, nor one that is not in flight.
+    window.replace(FIRST + 3, 98, 16);
+    window.replace(FIRST, 98, 16);
+    window.replace(FIRST + 10, 98, 16);
+    assert_eq!(window.flying_bytes, 416);
+    let due = window.deadline().unwrap();
+    assert_eq!(window.tick(due, u64::MAX), Timeout::Resend);
+    assert_eq!(window.resend(due), Some((FIRST + 2, 99)), "it stays so");
+    assert_eq!(window.flying_bytes, 416);
+    assert_eq!(done(&mut window, due + 1, 10, None), [99, 3, 4, 5, 6, 7, 8, 9]);
+    assert!(window.is_empty() && window.flying_bytes == 0);
+}

@@ -238,14 +238,15 @@ impl Engine {
             channel.window.put_into_stream();
         }
         channel.last_sent_at = now;
-        let has_map_room = bytes + MAP <= channel.datagram;
+        let has_map_room = channel.has_map_room(bytes, MAP);
         let flags = cut.flags | if soon { flags::ACK_SOON } else { 0 };
         let header = match cut.by_stream {
             true => channel.header_in_stream(flags, psn, cut.body),
             false => channel.header(flags, psn, cut.body, has_map_room),
         };
+        let parts_of = if cut.by_stream { 0 } else { channel.parts_of(bytes) };
         self.departs(to, &header, cut.payload, out);
-        out.by_stream = cut.by_stream;
+        (out.by_stream, out.parts_of) = (cut.by_stream, parts_of);
         Some(())
     }
 
@@ -287,11 +288,17 @@ impl Engine {
             return None;
         }
         channel.is_data_turn = !channel.is_data_turn;
-        let of_flows = |engine: &mut Self| has_room.then(|| engine.next_of_flows(now, number)).flatten();
+        // While no flow can send, pulled data need not leave them room.
+        let alone = channel.is_data_turn && (channel.flows_wait || channel.flows.iter().all(Flow::is_empty));
+        let of_flows = |engine: &mut Self| {
+            let cut = has_room.then(|| engine.next_of_flows(now, number)).flatten();
+            engine.channels.get_mut(number)?.flows_wait = has_room && cut.is_none();
+            cut
+        };
         let cut = if channel.is_data_turn {
-            self.next_data(now, number).or_else(|| of_flows(self))
+            self.next_data(now, number, alone).or_else(|| of_flows(self))
         } else {
-            of_flows(self).or_else(|| self.next_data(now, number))
+            of_flows(self).or_else(|| self.next_data(now, number, has_room))
         };
         // A flow that starts a read may have queued its request.
         cut.or_else(|| self.next_control(number))
@@ -305,8 +312,8 @@ impl Engine {
     }
 
     /// Cuts the next fragment of the bytes that the peer requested.
-    fn next_data(&mut self, now: u64, number: u32) -> Option<Cut> {
-        let piece = self.channels.get_mut(number)?.next_piece(now, &mut self.shares, false)?;
+    fn next_data(&mut self, now: u64, number: u32, alone: bool) -> Option<Cut> {
+        let piece = self.channels.get_mut(number)?.next_piece(now, &mut self.shares, alone)?;
         let (charged, by_stream) = (Some((piece.endpoint, 0)), piece.by_stream);
         Some(Cut {
             payload: piece.payload,

@@ -48,7 +48,7 @@ impl Channel {
         self.datagram.max((parts * part).saturating_sub(PART_MORE))
     }
 
-    /// For a packet of `bytes` that is sent now in parts, size of the largest packet that a datagram holds whole; otherwise 0.
+    /// For a new packet of `bytes` in parts, size of the largest packet that a datagram holds whole; otherwise 0.
     #[inline]
     pub(super) fn parts_of(&mut self, bytes: usize) -> usize {
         if bytes <= self.datagram {
@@ -77,7 +77,7 @@ impl Channel {
 
     /// Counts a lost packet in parts, unless the peer may just be busy.
     fn lost_in_parts(&mut self, now: u64) {
-        if now < self.parts.avoided_until || self.window.is_timed_out() {
+        if self.parts.sent == 0 || now < self.parts.avoided_until || self.window.is_timed_out() {
             return;
         }
         let parts = &mut self.parts;

@@ -41,7 +41,8 @@ impl Channel {
         if waits_for_stream || !by_stream && !self.window.has_room(self.datagram) {
             return None;
         }
-        let parted = Some(self.data_max(now)).filter(|most| alone && self.window.has_room(*most));
+        let most = if alone { self.data_max(now) } else { self.datagram };
+        let has_room = self.window.has_room(most);
         loop {
             let (endpoint, serve) = self.serving.front()?;
             let own = self.serves.get_mut(serve).filter(|own| !own.is_sent());
@@ -49,7 +50,8 @@ impl Channel {
                 self.serving.pop();
                 continue;
             };
-            if !shares.admit(now, endpoint) {
+            let is_again = !own.again.is_empty();
+            if !is_again && !shares.admit(now, endpoint) {
                 if lanes <= 1 {
                     return None;
                 }
@@ -58,10 +60,12 @@ impl Channel {
                 continue;
             }
             let header = DATA_HEADER + if self.arrivals.has_gaps() { MAP } else { 0 };
-            let packet = match parted {
-                _ if by_stream => LOCAL_PACKET_MAX,
-                Some(parted) if own.again.is_empty() => parted,
-                _ => self.datagram,
+            let packet = match by_stream {
+                true => LOCAL_PACKET_MAX,
+                false if is_again => self.datagram,
+                // It waits until a large packet fits: small ones would take the room of each that arrives.
+                false if !has_room => return None,
+                false => most,
             };
             let (offset, len) = own.next(packet - header)?;
             let payload = own.span.part(offset.into(), len.into())?;

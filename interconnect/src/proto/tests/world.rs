@@ -351,8 +351,11 @@ impl World {
                 }
                 let mut bytes = departure.header.as_bytes().to_vec();
                 departure.payload.read_to(&mut bytes);
-                let parts =
-                    if departure.parts_of > 0 { bytes.len().div_ceil(departure.parts_of + 16) } else { 1 };
+                let parts = if departure.parts_of > 0 {
+                    (bytes.len() + 16).div_ceil(departure.parts_of + 16)
+                } else {
+                    1
+                };
                 assert!(parts > 1 || bytes.len() <= self.datagram || self.had_rings, "{} bytes", bytes.len());
                 assert!(parts <= 16 && (parts == 1 || bytes.len() <= 16 << 10), "{parts} parts");
                 self.parted[from] += u64::from(parts > 1);
