@@ -3,7 +3,8 @@
 --
 --     tshark -X lua_script:vnet.lua -i eth0 -Y vnet_rdma
 --
--- A heuristic dissector recognizes interconnect packets on any UDP port. Links use UDP port 9000 by default; for another port
+-- A heuristic dissector recognizes interconnect packets on any UDP port; at those of another protocol, such as 7000 to 7009 (AFS), pass
+-- -d udp.port==7000,vnet_rdma. Links use UDP port 9000 by default; for another port
 -- choose "Decode As", or pass -d udp.port==9100,vnet. With UDP segmentation offload, a capture shows several datagrams as one, and
 -- Wireshark dissects only the first of them. Disable the offload while capturing (ethtool -K eth0 tx-udp-segmentation off).
 
