@@ -184,7 +184,8 @@ impl Socket {
         }
     }
 
-    /// Sends the train unless a packet of `bytes` bytes joins it, in datagrams of `datagram` bytes of which the last may be shorter.
+    /// Makes room in the train for a packet of `bytes` bytes, in datagrams of `datagram` bytes of which the last may be shorter: sends the
+    /// queued packets first if it does not fit behind them.
     fn make_room(&mut self, to: SocketAddr, datagram: usize, bytes: usize, is_same_kind: bool) {
         let train = &self.train;
         let fits = train.to == Some(to)

@@ -414,7 +414,7 @@ pub(super) struct Channel {
     pub(super) serving: Lanes,
     /// Whether pulled data goes before the fragments and offers of the flows in the current turn.
     pub(super) is_data_turn: bool,
-    /// The flows had nothing that may be sent when they were asked last.
+    /// When asked last, no flow had a packet that may be sent: all are empty, or wait for credit, a share or an earlier write.
     pub(super) flows_wait: bool,
     pub(super) grants: Vec<Grant>,
     pub(super) assembly: Option<Assembly>,

@@ -29,9 +29,9 @@ pub mod flags {
     pub const DATA: u8 = 0x10;
     /// The offer announces a write. In a pull: the pull addresses a region by its key.
     pub const MEMORY: u8 = 0x20;
-    /// The message is the first one after "receiver not ready". In a handshake: the sender takes packets in parts.
+    /// The message is the first one after "receiver not ready".
     pub const RESUME: u8 = 0x40;
-    /// See [`RESUME`].
+    /// In a handshake, which has no RESUME: the sender takes packets in parts.
     pub const PARTS: u8 = RESUME;
     /// The end report belongs to an operation that `failures` counts.
     pub const FAILURE: u8 = 0x80;

@@ -17,7 +17,8 @@ pub struct SealCounters {
     pub forged: u64,
     /// Packets that were opened before, or are too old.
     pub replayed: u64,
-    /// Parts of packets: others had not arrived, or it came twice, or does not suit them. A complete packet counts as one, as those in one datagram.
+    /// Parts of packets that were dropped: other parts had not arrived, a duplicate, or the wrong length. Complete packets in parts count as
+    /// one packet each under the other names.
     pub incomplete: u64,
     /// Packets without a key here.
     pub unknown: u64,

@@ -92,8 +92,8 @@ pub fn run(script: &[u8]) {
     }
 }
 
-/// Packets in parts, which a network loses, repeats, reorders and changes by `script`: four bytes for each step. What opens is what was sealed, and
-/// opens once; parts without a change become their packet, if as few other packets are under way as memory is kept for.
+/// Packets in parts over a network that loses, repeats, reorders and changes them by `script`, four bytes for each step. No changed packet
+/// opens, none opens twice, and afterwards a packet opens again.
 pub fn run_parts(script: &[u8]) {
     const MOST: usize = 4;
     const DATAGRAM: usize = 700;

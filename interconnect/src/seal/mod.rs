@@ -379,7 +379,7 @@ impl Sealing {
         let Some(session) = session else {
             match whole {
                 // It has ended since the first part.
-                Some(place) => self.parts.drop(place),
+                Some(place) => self.parts.discard(place),
                 None => self.counters.unknown += 1,
             }
             self.tell(now, from, head.id);

@@ -21,7 +21,7 @@ struct Slot {
     id: u32,
     number: u64,
     last: u8,
-    /// Bit by bit, which parts have arrived.
+    /// A bit for each part that has arrived. 0: the slot is free.
     arrived: u32,
     /// Bytes of each part but the last.
     room: usize,
@@ -48,7 +48,8 @@ pub(super) struct Parts {
     /// Number of packets that have begun, and the slot of the last part.
     began: u64,
     recent: usize,
-    /// Parts that were dropped: others had not arrived, or it came twice, or first although it is the last, or did not suit the others.
+    /// Number of parts that were dropped: of an incomplete packet that made room, a duplicate, a last part that came first, or one of the
+    /// wrong length.
     pub(super) dropped: u64,
 }
 
@@ -94,7 +95,7 @@ impl Parts {
             }
             None => {
                 let place = self.least_wanted();
-                self.drop(place);
+                self.discard(place);
                 place
             }
         };
@@ -117,8 +118,8 @@ impl Parts {
         (0..self.slots.len()).min_by_key(|place| order(&self.slots[*place])).unwrap_or_default()
     }
 
-    /// Drops the packet at `place`.
-    pub(super) fn drop(&mut self, place: usize) {
+    /// Drops the incomplete packet at `place`.
+    pub(super) fn discard(&mut self, place: usize) {
         self.dropped += u64::from(std::mem::take(&mut self.slots[place].arrived).count_ones());
     }
 

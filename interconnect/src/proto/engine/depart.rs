@@ -15,7 +15,7 @@ use super::super::channel::{
 use super::super::memory::Span;
 use super::super::status::Status;
 use super::super::wire::{
-    Atomic, Body, Data, Encoded, Found, Header, Hello, MAP, Message, Offer, Write, flags,
+    Atomic, Body, DATA_HEADER, Data, Encoded, Found, Header, Hello, MAP, Message, Offer, Write, flags,
 };
 use super::Engine;
 use super::parts::PARTS_MAX;
@@ -36,7 +36,8 @@ pub struct Departure {
     pub payload: Span,
     /// To be sent through the stream to this peer.
     pub by_stream: bool,
-    /// To be sent in parts, in datagrams with room for a whole packet of this many bytes. 0: whole.
+    /// Larger than a datagram, so it is sent in parts (`engine/parts.rs`): size in bytes of the largest packet that fits into one datagram.
+    /// 0: it is sent as one datagram, or through a stream.
     pub parts_of: usize,
 }
 
@@ -213,7 +214,7 @@ impl Engine {
         }
         if let Some(piece) = channel.next_piece_alone(now, &mut self.shares) {
             let header = channel.piece_header(now, &piece, &mut self.shares);
-            let parts_of = piece.parts_of(channel);
+            let parts_of = channel.parts_of(DATA_HEADER + piece.payload.len(), piece.by_stream);
             self.departs(to, &header, piece.payload, out);
             (out.by_stream, out.parts_of) = (piece.by_stream, parts_of);
             return Some(());
@@ -244,7 +245,7 @@ impl Engine {
             true => channel.header_in_stream(flags, psn, cut.body),
             false => channel.header(flags, psn, cut.body, has_map_room),
         };
-        let parts_of = if cut.by_stream { 0 } else { channel.parts_of(bytes) };
+        let parts_of = channel.parts_of(bytes, cut.by_stream);
         self.departs(to, &header, cut.payload, out);
         (out.by_stream, out.parts_of) = (cut.by_stream, parts_of);
         Some(())

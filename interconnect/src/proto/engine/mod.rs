@@ -185,7 +185,7 @@ enum Purpose {
     Write { endpoint: u16, key: Key, from: u16, data: Option<u64> },
 }
 
-/// What the application has set for an address.
+/// Datagram size, and whether packets can be sent in parts, that the application has set for an address.
 #[derive(Clone, Copy)]
 struct Sizes {
     /// Maximum datagram size.
@@ -207,7 +207,7 @@ pub struct Engine {
     pulls: Slab<Pull>,
     channels: Slab<Channel>,
     addresses: HashMap<SocketAddr, u32>,
-    /// What the application has set for addresses.
+    /// Datagram sizes, and whether packets can be sent in parts, that the application has set for addresses.
     sizes: HashMap<SocketAddr, Sizes>,
     /// Channels that have packets to send.
     ready: VecDeque<u32>,

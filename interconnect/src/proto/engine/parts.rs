@@ -1,6 +1,6 @@
 //! Packets in parts: DATA packets that are larger than a datagram. The node seals such a packet as a whole and sends it in several datagrams
-//! (`seal/parts.rs`), which takes less time than to seal a packet for each of them. Who loses one of the datagrams loses the packet: its bytes
-//! are sent again in datagrams, a NOOP takes its number, and on a lossy path the engine avoids packets in parts.
+//! (`seal/parts.rs`), which takes less time than a sealed packet for each of them. If one datagram is lost, the packet is lost: its bytes are cut
+//! again into packets of one datagram, and a NOOP takes its number. On a lossy path the engine sends no packets in parts.
 
 use std::net::SocketAddr;
 
@@ -12,7 +12,8 @@ use super::Engine;
 pub(crate) const PARTS_MAX: usize = 16;
 /// Maximum size in bytes of all parts of a packet together, without the header of each: an L1 cache holds the packet twice.
 pub(crate) const PARTED_MAX: usize = 16 << 10;
-/// A part has room for this many bytes more than a datagram that holds a whole packet: a packet has one tag.
+/// Sealing adds a header and a tag to a packet. Each part has the header, only the last one the tag (16 bytes), so the others hold more
+/// of the packet.
 pub(crate) const PART_MORE: usize = 16;
 /// A path is lossy if one packet in parts of `LOSSY_ONE_IN` was lost, and at least `LOSSY_MIN`: it loses about one datagram of 200.
 const LOSSY_ONE_IN: u32 = 16;
@@ -48,10 +49,10 @@ impl Channel {
         self.datagram.max((parts * part).saturating_sub(PART_MORE))
     }
 
-    /// For a new packet of `bytes` in parts, size of the largest packet that a datagram holds whole; otherwise 0.
+    /// Counts a new packet of `bytes` bytes if it is sent in parts. Returns `Departure::parts_of`.
     #[inline]
-    pub(super) fn parts_of(&mut self, bytes: usize) -> usize {
-        if bytes <= self.datagram {
+    pub(super) fn parts_of(&mut self, bytes: usize, by_stream: bool) -> usize {
+        if by_stream || bytes <= self.datagram {
             return 0;
         }
         self.parts.sent += 1;

@@ -23,12 +23,6 @@ impl Piece {
     pub(super) fn what(&self) -> What {
         What::Data { serve: self.serve, offset: self.offset, len: self.payload.len() as u32 }
     }
-
-    /// As [`Channel::parts_of`].
-    #[inline]
-    pub(super) fn parts_of(&self, channel: &mut Channel) -> usize {
-        if self.by_stream { 0 } else { channel.parts_of(DATA_HEADER + self.payload.len()) }
-    }
 }
 
 impl Channel {

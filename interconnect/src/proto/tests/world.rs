@@ -139,7 +139,7 @@ impl World {
         self.restart(node);
     }
 
-    /// From now on datagrams have at most this many bytes.
+    /// Lowers the maximum datagram size of all nodes.
     pub fn shrink_datagrams(&mut self, bytes: usize) {
         let addresses: Vec<SocketAddr> = (0..self.nodes.len()).map(address).collect();
         for node in &mut self.nodes {
