@@ -84,7 +84,8 @@ pub fn status(status: &Status) -> String {
 
 /// The row `kernel path` of `vnet status`: how many of `all` interfaces have it, its flows, why an interface or the links lack it.
 fn kernel_path(summary: &KernelSummary, all: usize) -> String {
-    let KernelSummary { interfaces, flows, refused, pin_error, interface_reason, link_reason } = summary;
+    let KernelSummary { interfaces, flows, refused, translated, pin_error, interface_reason, link_reason } =
+        summary;
     let mut text = format!("{interfaces} of {all} interfaces");
     if *interfaces > 0 || *flows > 0 {
         text += &format!(", {flows} flows");
@@ -94,6 +95,9 @@ fn kernel_path(summary: &KernelSummary, all: usize) -> String {
         match pin_error {
             None => text += ", which the next vnetd adopts",
             Some(why) => text += &format!(", which the next vnetd cannot adopt: {why}"),
+        }
+        if *translated > 0 {
+            text += &format!("; {translated} connections to other hosts without a tunnel");
         }
         text.extend(link_reason.iter().map(|why| format!("; not to other hosts: {why}")));
     }

@@ -101,6 +101,11 @@ fn the_status_says_why_interfaces_lack_the_kernels_path() {
         "1 of 2 interfaces, 5 flows, 3 refused, which the next vnetd adopts; not to other hosts: sealed links only; \
          not from interface c1: it has a rate limit"
     );
+    let bare = serde_json::json!({"interfaces": 2, "flows": 4, "refused": 0, "translated": 3});
+    assert_eq!(
+        shown(bare),
+        "2 of 2 interfaces, 4 flows, which the next vnetd adopts; 3 connections to other hosts without a tunnel"
+    );
     let pins = serde_json::json!({"interfaces": 2, "flows": 0, "refused": 0, "pin_error": "no bpffs"});
     assert_eq!(shown(pins), "2 of 2 interfaces, 0 flows, which the next vnetd cannot adopt: no bpffs");
     assert_eq!(shown(serde_json::Value::Null), "", "no interfaces");

@@ -251,10 +251,17 @@ impl Engine {
             interfaces: interfaces.iter().filter(|interface| interface.path == "kernel").count(),
             flows,
             refused,
+            translated: self.translated(),
             pin_error: kernel.and_then(|kernel| kernel.adoptable().err()).map(Into::into),
             interface_reason,
             link_reason: kernel.and_then(|_| link_reason(links)),
         })
+    }
+
+    /// Connections and UDP flows of guests whose packets leave for other hosts without a tunnel.
+    fn translated(&self) -> usize {
+        let now_ms = self.core.now_ms();
+        self.links.values().map(|running| running.link.translated(now_ms)).sum()
     }
 
     pub(super) fn known(&self) -> Vec<LearnedEntry> {
@@ -433,6 +440,7 @@ mod tests {
             interfaces: 0,
             flows: 0,
             refused: 0,
+            translated: 0,
             pin_error: None,
             interface_reason: Some(reason.into()),
             link_reason: None,

@@ -204,6 +204,13 @@ pub(super) struct Eve {
     pub begins: Step<()>,
 }
 
+/// How established flows outlive vnetd.
+fn outlive(desired: &Desired) -> Outlive {
+    let DispatchSpec { outlive_s, bpffs, .. } = &desired.dispatch.spec;
+    let pins = PinOptions { bpffs: bpffs.clone(), host: desired.host.spec.name.clone() };
+    Outlive { time: Duration::from_secs((*outlive_s).into()), pins: Some(pins) }
+}
+
 /// A step of a take-over.
 pub(super) type Step<T> = Box<dyn FnOnce() -> Result<T, EngineError> + Send>;
 
@@ -223,13 +230,11 @@ impl Engine {
             burst,
             isolation,
             kernel_path,
-            outlive_s,
-            bpffs,
+            translate,
+            ..
         } = desired.dispatch.spec.clone();
         let BridgeSpec { listen, ports, vxlan_listen, stream_listen, zero_copy, .. } = desired.bridge.spec;
-        let pins = PinOptions { bpffs, host: desired.host.spec.name.clone() };
         let kept = KeptTaps::load(&desired.control.spec.socket, inheritance.clone());
-        let outlive = Outlive { time: Duration::from_secs(outlive_s.into()), pins: Some(pins) };
         let core = Core::start(&CoreOptions {
             threads,
             recruiting,
@@ -245,7 +250,8 @@ impl Engine {
             zero_copy,
             isolation,
             kernel_path: kernel_path == KernelPath::Auto,
-            outlive,
+            translates: translate == KernelPath::Auto,
+            outlive: outlive(desired),
             inheritance,
         })
         .map_err(|error| core_error(desired, error))?;

@@ -32,9 +32,9 @@ const NEW_NAMESPACES: u64 = (libc::CLONE_NEWNS
     | libc::CLONE_NEWNET) as u32 as u64;
 /// Address families of sockets: local, IP, netlink. The helper opens packet sockets, too.
 const FAMILIES: [libc::c_int; 4] = [libc::AF_UNIX, libc::AF_INET, libc::AF_INET6, libc::AF_NETLINK];
-/// Commands of bpf(2) (linux/bpf.h) on maps by their descriptors: look up, update, delete, next key, and information about the map. The
-/// helper makes maps, and loads and attaches programs.
-const ON_MAPS: [u64; 5] = [1, 2, 3, 4, 15];
+/// Commands of bpf(2) (linux/bpf.h) on maps by their descriptors: look up, update, delete, next key, information about the map, and take
+/// from a queue. The helper makes maps, and loads and attaches programs.
+const ON_MAPS: [u64; 6] = [1, 2, 3, 4, 15, 21];
 
 /// System calls that are allowed with any arguments.
 #[rustfmt::skip]

@@ -78,7 +78,7 @@ impl Reading {
 /// A port's counter: name, unit, help, value.
 type PortCounter = (&'static str, Option<Unit>, &'static str, fn(&Counters) -> u64);
 
-const PORT_COUNTERS: [PortCounter; 19] = [
+const PORT_COUNTERS: [PortCounter; 20] = [
     ("port_in_frames", None, "Frames received from this port, dropped ones included", |c| c.in_frames),
     ("port_in", Some(Unit::Bytes), "Bytes of frames received from this port", |c| c.in_bytes),
     ("port_out_frames", None, "Frames delivered to this port", |c| c.out_frames),
@@ -130,6 +130,12 @@ const PORT_COUNTERS: [PortCounter; 19] = [
     ("port_direct_refused", None, "Direct ports that the other host announced and this host refused", |c| {
         c.direct_refused
     }),
+    (
+        "port_translations_refused",
+        None,
+        "Conversations to translate that the other host offered and this host refused",
+        |c| c.translations_refused,
+    ),
     ("port_in_datagrams", None, "Datagrams received for this link", |c| c.in_datagrams),
     ("port_out_datagrams", None, "Datagrams sent on this link", |c| c.out_datagrams),
 ];
@@ -269,6 +275,8 @@ impl Reading {
         };
         let help = "Flows that the kernel forwards by itself";
         families.gauge(("kernel_flows", None, help), kernel(|kernel| kernel.flows as u64))?;
+        let help = "Connections and UDP flows of guests whose packets leave for other hosts without a tunnel";
+        families.gauge(("kernel_translated", None, help), kernel(|kernel| kernel.translated as u64))?;
         let help = "Times a flow was refused at a limit of the kernel's own path; vnetd forwards it";
         families.counter(("kernel_flow_refusals", None, help), kernel(|kernel| kernel.refused))?;
         let links = up(&self.links, "link");

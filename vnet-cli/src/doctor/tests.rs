@@ -173,6 +173,7 @@ const SUMMARY: KernelSummary = KernelSummary {
     interfaces: 1,
     flows: 0,
     refused: 0,
+    translated: 0,
     pin_error: None,
     interface_reason: None,
     link_reason: None,

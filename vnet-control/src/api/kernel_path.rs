@@ -52,6 +52,9 @@ pub struct KernelSummary {
     pub flows: usize,
     /// Number of times a flow was refused at a limit; vnetd forwards its frames.
     pub refused: u64,
+    /// Connections and UDP flows of guests whose packets leave for other hosts without a tunnel.
+    #[serde(default)]
+    pub translated: usize,
     /// Why programs and maps cannot be pinned, so that the next vnetd cannot adopt flows; absent if it can.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pin_error: Option<String>,

@@ -149,6 +149,9 @@ pub struct Counters {
     /// Direct ports that the other host announced and this host refused.
     #[serde(default)]
     pub direct_refused: u64,
+    /// Conversations to translate that the other host offered and this host refused.
+    #[serde(default)]
+    pub translations_refused: u64,
     /// Datagrams received.
     pub in_datagrams: u64,
     /// Datagrams sent.
@@ -177,6 +180,7 @@ impl From<&PortStats> for Counters {
             direct_in_place: stats.direct_in_place.get(),
             direct_copied_out: stats.direct_copied_out.get(),
             direct_refused: stats.direct_refused.get(),
+            translations_refused: stats.translations_refused.get(),
             in_datagrams: stats.in_datagrams.get(),
             out_datagrams: stats.out_datagrams.get(),
             drops: DropReason::ALL.iter().map(|r| (r.name().into(), stats.drops(*r))).collect(),
@@ -213,6 +217,7 @@ impl Counters {
         self.direct_in_place += other.direct_in_place;
         self.direct_copied_out += other.direct_copied_out;
         self.direct_refused += other.direct_refused;
+        self.translations_refused += other.translations_refused;
         self.in_datagrams += other.in_datagrams;
         self.out_datagrams += other.out_datagrams;
         for (reasons, others) in [(&mut self.drops, &other.drops), (&mut self.discards, &other.discards)] {

@@ -3,6 +3,7 @@
 use std::net::SocketAddr;
 use std::ops::Range;
 
+use vnet::wire::translation::TRANSLATED_PORT;
 use vnet::wire::vxlan::WIRE_PORT;
 
 use crate::desired::{Attachment, Desired, KernelPath};
@@ -43,9 +44,21 @@ pub(super) fn warn(desired: &Desired, warnings: &mut Vec<Problem>) {
         return;
     }
     let wire = u32::from(WIRE_PORT);
-    for Listener { key, place, .. } in listeners(desired)
-        .iter()
-        .filter(|listener| listener.protocol == "UDP" && listener.ports.contains(&wire))
+    let translated = u32::from(TRANSLATED_PORT);
+    let listeners = listeners(desired);
+    if desired.dispatch.spec.translate == KernelPath::Auto {
+        for Listener { key, protocol, place, .. } in
+            listeners.iter().filter(|listener| listener.ports.contains(&translated))
+        {
+            let text = format!(
+                "{key} takes {protocol} port {translated}, at which the kernel takes packets of other hosts without a tunnel: choose \
+                 another port, or write translate = \"off\" in [dispatch]"
+            );
+            warnings.push(Problem::new(place, text));
+        }
+    }
+    for Listener { key, place, .. } in
+        listeners.iter().filter(|listener| listener.protocol == "UDP" && listener.ports.contains(&wire))
     {
         let text = format!(
             "{key} takes UDP port {wire}, by which the kernel forwards frames between hosts: vnetd will forward them all; choose \

@@ -82,6 +82,8 @@ pub struct DispatchSpec {
     pub isolation: Isolation,
     /// The kernel's own path, for all interfaces.
     pub kernel_path: KernelPath,
+    /// Packets that need no tunnel on the kernel's own path between hosts.
+    pub translate: KernelPath,
     /// How long the kernel forwards established flows after vnetd has died, in seconds.
     pub outlive_s: u32,
     /// BPF file system in which programs and maps are pinned.
@@ -118,6 +120,7 @@ impl Default for DispatchSpec {
             burst: BATCH_MAX,
             isolation: Isolation::default(),
             kernel_path: KernelPath::default(),
+            translate: KernelPath::default(),
             outlive_s: OUTLIVE_S,
             bpffs: BPFFS.into(),
         }

@@ -272,6 +272,14 @@ pub static DISPATCH: Declaration<DispatchSpec> = Declaration {
         )
         .note("see [containers.md](containers.md)"),
         field!(
+            "translate",
+            word::<KernelPath>(),
+            |dispatch: DispatchSpec| dispatch.translate,
+            "packets of established TCP connections and UDP flows go between hosts without a tunnel's headers, to port 9790 (auto: \
+             where both hosts agree and such packets arrive), or all have them (off)"
+        )
+        .note("see [containers.md](containers.md#packets-without-a-tunnel)"),
+        field!(
             "outlive_s",
             number::<u32>(0, OUTLIVE_MAX_S),
             |dispatch: DispatchSpec| dispatch.outlive_s,

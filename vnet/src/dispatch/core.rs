@@ -66,6 +66,8 @@ pub struct CoreOptions {
     pub isolation: Isolation,
     /// Forward known flows of containers in the kernel where the kernel supports it.
     pub kernel_path: bool,
+    /// Agree with other hosts on packets that need no tunnel.
+    pub translates: bool,
     /// How flows of the kernel's own path outlive this process.
     pub outlive: Outlive,
     /// What a running vnetd hands over; `None`: everything is opened anew.
@@ -90,6 +92,7 @@ impl Default for CoreOptions {
             zero_copy: ZeroCopy::default(),
             isolation: Isolation::default(),
             kernel_path: false,
+            translates: false,
             outlive: Outlive::default(),
             inheritance: None,
         }
@@ -186,6 +189,7 @@ impl Core {
         let paths = PathWatch::of(&bridges);
         let kernel = KernelPart {
             allowed: options.kernel_path,
+            translates: options.translates,
             outlive: options.outlive.clone(),
             vxlan_listen: options.vxlan_listen,
             inheritance: options.inheritance.clone(),

@@ -30,6 +30,7 @@ use parking_lot::{Mutex, MutexGuard};
 
 use super::sealed_sessions::SealedSessions;
 use super::setup::{InterfacePort, LinkPort, Port, Setup};
+use super::translator::Translator;
 use super::tunnels::Tunnels;
 use super::wire_path::WirePath;
 use crate::frame::{NetworkId, PortId};
@@ -251,6 +252,8 @@ pub(super) struct CorePart {
     pub(super) started: Instant,
     /// How long flows outlive vnetd.
     pub(super) outlive: Duration,
+    /// Whether packets may be translated.
+    pub(super) translates: bool,
     /// Where datagrams of VXLAN links arrive.
     pub(super) vxlan_listen: Option<SocketAddr>,
     /// What the running vnetd hands over.
@@ -268,6 +271,7 @@ pub(super) struct KernelPath {
     /// True once a setup has the kernel path: the leases' clock runs.
     serving: Arc<AtomicBool>,
     outlive: Duration,
+    translates: bool,
     renewer: Option<JoinHandle<()>>,
     /// The setup that the renewer's router decides by.
     current: Arc<ArcSwap<Setup>>,
@@ -283,7 +287,7 @@ pub(super) struct KernelPath {
 impl KernelPath {
     /// Joins `kernel` to a core with its first setup.
     pub(super) fn new(kernel: Arc<Kernel>, setup: Arc<Setup>, core: CorePart) -> io::Result<KernelPath> {
-        let CorePart { learned, started, outlive, vxlan_listen, inheritance, sealed } = core;
+        let CorePart { learned, started, outlive, translates, vxlan_listen, inheritance, sealed } = core;
         let tunnels = Arc::new(Tunnels::new(vxlan_listen));
         let started_ns = now_ns().saturating_sub(started.elapsed().as_nanos() as u64);
         let ways = ArcSwap::from_pointee(Ways::of(&setup, tunnels.clone(), None));
@@ -295,6 +299,7 @@ impl KernelPath {
             stopping: Arc::default(),
             serving: Arc::default(),
             outlive: outlive.max(Duration::from_millis(INSTALLED_MS)),
+            translates,
             renewer: None,
             current: Arc::new(ArcSwap::new(setup)),
             tunnels,
@@ -359,7 +364,10 @@ impl KernelPath {
         courier: &Courier,
         strangers: &Arc<PortStats>,
     ) -> Result<Arc<WirePath>, String> {
-        let (wire, hosts) = (wire.map_err(|error| error.to_string())?, (self.outlive, self.tunnels.clone()));
+        let (wire, hosts) = (
+            wire.map_err(|error| error.to_string())?,
+            ((self.outlive, self.translates), self.tunnels.clone()),
+        );
         let sealed = self.installer.sealed.clone();
         let wire = WirePath::open(
             self.kernel(),
@@ -462,9 +470,10 @@ impl KernelPath {
         move || {
             let (mut generation, mut rounds) = (None, 0_u64);
             let mut inherits = true;
+            let (mut translator, mut wait) = (Translator::default(), Duration::MAX);
             let mut due = Instant::now() + RENEW;
             while !stopping.load(Relaxed) {
-                std::thread::park_timeout(due.saturating_duration_since(Instant::now()));
+                std::thread::park_timeout(due.saturating_duration_since(Instant::now()).min(wait));
                 let _round = round.lock();
                 let (now_ns, now_ms) = (now_ns(), started.elapsed().as_millis() as u64);
                 let end_ns = now_ns + outlive.as_nanos() as u64;
@@ -482,6 +491,9 @@ impl KernelPath {
                 for flow in installer.sealed.fresh() {
                     router.renew(&flow, now_ms);
                 }
+                if let Some(wire) = &*wire.load() {
+                    wait = translator.tick(wire, &kernel, (now_ms, now_ns), Instant::now() >= due);
+                }
                 if Instant::now() < due {
                     continue;
                 }
@@ -497,11 +509,8 @@ impl KernelPath {
                 rounds += 1;
                 if rounds.is_multiple_of(ROUNDS_PER_TRIAL) {
                     tunnels.publish(&kernel, &current);
-                    if let Some(wire) = &*wire.load() {
-                        wire.tick(&kernel, now_ms);
-                    }
                     // By their new route.
-                    for flow in stations(tunnels.tick(&kernel, now_ms)) {
+                    for flow in rerouted(&tunnels, wire.load().as_ref(), &kernel, now_ms) {
                         router.renew(&flow, now_ms);
                     }
                 }
@@ -526,6 +535,14 @@ impl KernelPath {
 fn in_use(kernel: &Kernel, now_ns: u64) -> HashSet<Flow> {
     let used = kernel.flows().sweep(now_ns, RENEW_AHEAD_NS).into_iter();
     stations(used.filter(|(_, terms)| kernel.is_current(terms)).map(|(flow, _)| flow))
+}
+
+/// Tries the wire, looks up the routes to all hosts, and returns the flows in use whose route has changed.
+fn rerouted(tunnels: &Tunnels, wire: Option<&Arc<WirePath>>, kernel: &Kernel, now_ms: u64) -> HashSet<Flow> {
+    if let Some(wire) = wire {
+        wire.tick(kernel, now_ms);
+    }
+    stations(tunnels.tick(kernel, now_ms))
 }
 
 /// The flows by their stations: the datagrams of two stations have one verdict.

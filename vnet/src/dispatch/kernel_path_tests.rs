@@ -137,6 +137,7 @@ impl World {
         let core = CorePart {
             learned,
             started: Instant::now(),
+            translates: true,
             outlive: Duration::ZERO,
             vxlan_listen: Some(SocketAddr::from((Ipv4Addr::UNSPECIFIED, vxlan::PORT))),
             inheritance: None,

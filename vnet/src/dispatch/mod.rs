@@ -64,6 +64,7 @@ pub mod share;
 mod shared;
 mod spare_cpus;
 pub mod timeline;
+mod translator;
 mod tunnels;
 mod wire_path;
 mod worker;

@@ -20,6 +20,8 @@ use crate::route::Learned;
 pub(super) struct KernelPart {
     /// True when the kernel may forward known flows.
     pub(super) allowed: bool,
+    /// Whether packets may be translated.
+    pub(super) translates: bool,
     pub(super) outlive: Outlive,
     pub(super) vxlan_listen: Option<SocketAddr>,
     /// What the running vnetd hands over.
@@ -136,6 +138,7 @@ impl Shared {
             learned: self.learned.clone(),
             started: self.started,
             outlive: *time,
+            translates: self.kernel.translates,
             vxlan_listen: self.kernel.vxlan_listen,
             inheritance: self.kernel.inheritance.clone(),
             sealed: self.sealed.clone(),

@@ -23,6 +23,8 @@ use crate::wire::vxlan::WIRE_PORT;
 
 /// Target number of route queries per tick: with more links, ticks pass between two queries.
 const ROUTES_PER_TICK: usize = 64;
+/// Ticks, of a second each, within which the wire to other hosts becomes ready after a start.
+const LOOKING_TICKS: usize = 5;
 /// Time from a failure to attach a program to a device of the underlay to the next attempt.
 const ATTACH_AGAIN_MS: u64 = 60_000;
 
@@ -45,6 +47,8 @@ pub(super) struct Tunnels {
     /// Devices of the underlay, by index.
     programs: Mutex<HashMap<u32, UnderlayDevice>>,
     ticks: AtomicUsize,
+    /// True once routes are known: those of an earlier vnetd count until then.
+    has_looked: AtomicBool,
     publishing: Mutex<()>,
 }
 
@@ -65,6 +69,7 @@ impl Tunnels {
             roads: ArcSwap::default(),
             programs: Mutex::default(),
             ticks: AtomicUsize::new(0),
+            has_looked: AtomicBool::new(false),
             publishing: Mutex::default(),
         }
     }
@@ -118,6 +123,7 @@ impl Tunnels {
             packet_max: packet_max as u32,
             underlay: Some(road.underlay),
             sources: Sources::Owned(first, count),
+            translates: None,
         };
         Some(Destination {
             port: link.port(),
@@ -188,7 +194,8 @@ impl Tunnels {
         let peer = |(end, link): (&End, &Arc<Link>)| {
             (*end, Peer { port: link.port(), underlay: roads.get(end).map(|road| road.underlay) })
         };
-        if let Err(error) = kernel.set_peers(&links.iter().map(peer).collect()) {
+        let keeps = !self.has_looked.load(Relaxed) && !underlay::has_ipsec_policies();
+        if let Err(error) = kernel.set_peers(&links.iter().map(peer).collect(), keeps) {
             tracing::warn!("the kernel does not take the datagrams of some links: {error}");
         }
     }
@@ -224,7 +231,8 @@ impl Tunnels {
             });
         }
         let before = self.roads.swap(Arc::new(found.clone()));
-        if *before == found {
+        let was_looking = tick >= LOOKING_TICKS && !self.has_looked.swap(true, Relaxed);
+        if *before == found && !was_looking {
             return vec![];
         }
         self.set_peers(kernel);

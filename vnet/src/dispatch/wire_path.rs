@@ -30,6 +30,7 @@ use crate::stats::{DiscardReason, DropReason, PortStats};
 use crate::wire::ethernet::VLAN_TAG_LEN;
 use crate::wire::neighbour::is_neighbours;
 use crate::wire::offload::{F_NEEDS_CSUM, GSO_NONE, Offload, VIRTIO_NET_HDR_LEN};
+use crate::wire::translation::{Transport, proof};
 use crate::wire::vxlan::WIRE_PORT;
 
 /// Maximum number of IP fragments of one frame.
@@ -49,8 +50,8 @@ pub(super) struct WirePath {
     _attached: Attached,
     wire: Wire,
     courier: Courier,
-    /// How long the kernel forwards established flows without vnetd; announced to other hosts.
-    outlive: Duration,
+    /// How long the kernel forwards established flows without vnetd, and whether packets may be translated; announced to other hosts.
+    own: (Duration, bool),
     tunnels: Arc<Tunnels>,
     /// Counters of frames that belong to no link.
     strangers: Arc<PortStats>,
@@ -59,7 +60,8 @@ pub(super) struct WirePath {
 }
 
 impl WirePath {
-    /// Attaches `kernel`'s programs to the devices of `wire`. `outlive` is how long the kernel forwards established flows without vnetd.
+    /// Attaches `kernel`'s programs to the devices of `wire`. `own` is how long the kernel forwards established flows without vnetd, and
+    /// whether packets may be translated.
     ///
     /// # Errors
     /// The reason why there is no wire, in one line.
@@ -68,7 +70,7 @@ impl WirePath {
         wire: Wire,
         courier: Courier,
         (strangers, sealed, learned): (Arc<PortStats>, Arc<SealedSessions>, Arc<Learned>),
-        (outlive, tunnels): (Duration, Arc<Tunnels>),
+        (own, tunnels): ((Duration, bool), Arc<Tunnels>),
     ) -> Result<Arc<WirePath>, String> {
         let attached = kernel.attach_wire(&wire.device, &wire.tap).map_err(|error| error.to_string())?;
         wire.raise().map_err(|error| format!("cannot set up the wire: {error}"))?;
@@ -77,7 +79,7 @@ impl WirePath {
             _attached: attached,
             wire,
             courier,
-            outlive,
+            own,
             tunnels,
             strangers,
             sealed,
@@ -103,6 +105,7 @@ impl WirePath {
             packet_max: packet_max as u32,
             underlay: self.tunnels.underlay(link),
             sources: Sources::Wire,
+            translates: self.translates(link, now_ms).then_some(mtu <= usize::from(link.path_mtu())),
         };
         let (port, device, stats) = (link.port(), self.wire.device.1, link.stats().clone());
         Some(Destination { port, device, mtu: PACKET_MAX, stats, target })
@@ -122,11 +125,40 @@ impl WirePath {
         Ok(())
     }
 
+    /// Links that take the wire, by the other host's address.
+    pub(super) fn links(&self) -> Vec<(Ipv4Addr, Arc<Link>)> {
+        self.tunnels.wire_links()
+    }
+
+    /// Sends datagrams of links without frames.
+    pub(super) fn courier(&self) -> &Courier {
+        &self.courier
+    }
+
+    /// Whether packets to the other host of `link` may be translated.
+    pub(super) fn translates(&self, link: &Link, now_ms: u64) -> bool {
+        self.takes_translated(link) && link.peer_translates() && link.is_wire_ready(now_ms)
+    }
+
+    /// Whether programs take translated packets from the other host of `link`.
+    pub(super) fn takes_translated(&self, link: &Link) -> bool {
+        self.own.1 && !link.needs_seal() && self.tunnels.underlay(link).is_some()
+    }
+
+    /// Sends translated packets of the largest size that carry nothing to the other host of `link`.
+    pub(super) fn prove(&self, link: &Link) {
+        let (Some(way), Some(remote)) = (self.tunnels.underlay(link), link.wire_remote()) else { return };
+        for transport in Transport::ALL {
+            let frame = proof(transport, way.local, remote, link.path_mtu());
+            self.wire.send_bare(&frame, way.device, way.next_hop);
+        }
+    }
+
     /// Sends trials and announcements to all hosts, and ends the flows of links whose wire is not ready any more.
     pub(super) fn tick(&self, kernel: &Kernel, now_ms: u64) {
         for (ip, link) in &self.tunnels.wire_links() {
             self.wire.try_out(*ip);
-            self.courier.announce_wire(link, self.outlive, now_ms);
+            self.courier.announce_wire(link, (self.own.0, self.takes_translated(link)), now_ms);
             match link.wire_change(now_ms) {
                 Some(true) if link.needs_seal() => {
                     tracing::info!(link = link.name(), "what applications have sealed takes the wire");

@@ -137,7 +137,17 @@ impl Wire {
     /// # Errors
     /// As `write`.
     pub fn send(&self, frame: &[u8], remote: Ipv4Addr, network: u32) -> io::Result<()> {
-        let tail = WireTail { remote: remote.to_bits(), network }.bytes();
+        self.send_as(frame, WireTail { remote: remote.to_bits(), network, underlay: 0, next_hop: 0 })
+    }
+
+    /// Sends the IP packet of a frame by a device of the underlay, without a tunnel. One that cannot be sent counts as lost.
+    pub fn send_bare(&self, frame: &[u8], underlay: u32, next_hop: Option<Ipv4Addr>) {
+        let next_hop = next_hop.map_or(0, Ipv4Addr::to_bits);
+        let _ = self.send_as(frame, WireTail { remote: 0, network: 0, underlay, next_hop });
+    }
+
+    fn send_as(&self, frame: &[u8], tail: WireTail) -> io::Result<()> {
+        let tail = tail.bytes();
         let parts = [IoSlice::new(&[0; VIRTIO_NET_HDR_LEN]), IoSlice::new(frame), IoSlice::new(&tail)];
         // The TAP takes a frame whole or not at all.
         (&self.file).write_vectored(&parts).map(drop)

@@ -17,7 +17,10 @@ use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
 use super::mapping::Mapping;
-use super::shared::{FLOWS_MAX, FlowKey, FlowValue, Known, NO_NAMESPACE, TO_INTERFACE, TO_LINK, Tally};
+use super::shared::{
+    FLOWS_MAX, FlowKey, FlowValue, Known, NO_NAMESPACE, TO_INTERFACE, TO_LINK, TRANSLATES,
+    TRANSLATES_DATAGRAMS, Tally,
+};
 use crate::frame::PortId;
 use crate::stats::PortStats;
 use crate::wire::ethernet::{HEADER_LEN, Mac, VLAN_TAG_LEN};
@@ -89,6 +92,9 @@ pub enum Target {
         underlay: Option<Underlay>,
         /// Their source ports.
         sources: Sources,
+        /// The other host takes translated packets, and whether also super-frames of UDP may be translated: the guest's packets are not
+        /// longer than the path's.
+        translates: Option<bool>,
     },
 }
 
@@ -366,7 +372,7 @@ impl Target {
                 namespace: namespace.unwrap_or(NO_NAMESPACE),
                 ..FlowValue::default()
             },
-            Target::Host { remote, packet_max, underlay, sources } => {
+            Target::Host { remote, packet_max, underlay, sources, translates } => {
                 let (first_port, count, ecn_mask) = match sources {
                     Sources::Wire => (WIRE_SOURCES.0, WIRE_SOURCES.1, 3),
                     Sources::Owned(first, count) => (first, count, 0),
@@ -382,6 +388,11 @@ impl Target {
                     first_port,
                     port_mask: count.saturating_sub(1),
                     ecn_mask,
+                    translates: match translates {
+                        None => 0,
+                        Some(false) => TRANSLATES,
+                        Some(true) => TRANSLATES | TRANSLATES_DATAGRAMS,
+                    },
                     namespace: NO_NAMESPACE,
                     ..FlowValue::default()
                 }

@@ -41,6 +41,7 @@
 //!   copies of its frames ([`Kernel::attach_lan`]), the wire and its TAP ([`Kernel::attach_wire`]), devices of the underlay
 //!   ([`Kernel::attach_underlay`]). A datagram belongs to the link whose remote has sent it, to the port of the wire or of VXLAN
 //!   ([`Kernel::set_peers`]).
+//! - *Translations* (`translations.rs`): conversations whose packets need no tunnel, because both hosts know what they stand for.
 //! - *Pins* (`pins.rs`): maps and the programs at the host's end and at the underlay outlive a vnetd that dies. Leases run by a clock that vnetd advances
 //!   ([`Kernel::tick`]). Without vnetd it stands still, so established flows stay valid until the end time that vnetd wrote last. The
 //!   next vnetd adopts maps and devices. It starts the clock with its first setup, whose generation ends the old flows: from then on
@@ -68,6 +69,9 @@ mod succession;
 #[cfg(test)]
 pub(crate) mod tests;
 #[cfg(test)]
+mod translation_tests;
+mod translations;
+#[cfg(test)]
 mod vtep_tests;
 
 use std::collections;
@@ -77,7 +81,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
-use aya::maps::{HashMap, Map, MapData};
+use aya::maps::{HashMap, Map, MapData, Queue};
 use aya::util::KernelVersion;
 use parking_lot::Mutex;
 use rustix::time::{ClockId, clock_gettime};
@@ -86,8 +90,9 @@ pub use flows::{
     Carried, Counted, Destination, FLOWS_PORT_MAX, Flows, Sender, Sources, Target, Terms, Underlay,
 };
 pub use pins::{Outlive, PinOptions};
-pub use shared::{End, FLOWS_MAX, Known, VERSIONS, WireHead};
+pub use shared::{End, FLOWS_MAX, Index, Known, VERSIONS, Wanted, WireHead};
 pub(crate) use succession::forget;
+pub use translations::{Seen, TranslationMaps};
 
 use crate::frame::{Origin, PortId};
 use crate::helper::programs::Programs;
@@ -165,6 +170,7 @@ pub struct Kernel {
     peers: Mutex<HashMap<MapData, PeerKey, PeerValue>>,
     state: Mapping<State>,
     flows: Flows,
+    translations: TranslationMaps,
     /// Where programs and maps are pinned, or the reason why they are not.
     pins: Result<Pins, String>,
     /// Devices of a vnetd that has died and that are not attached again yet.
@@ -190,7 +196,12 @@ impl Kernel {
     fn load_at(pins: Result<Pins, String>) -> Result<Arc<Kernel>, KernelError> {
         let loaded = Programs::load(pins.as_ref().ok().map(Pins::folder));
         let (programs, maps) = loaded.map_err(|error| KernelError::Load(error.to_string()))?;
-        let [flows, peers, ports, state, tallies] = maps;
+        let [conversations, flows, peers, ports, state, tallies, translations, wanted] = maps;
+        let translations = TranslationMaps::new(
+            HashMap::try_from(map(conversations)?)?,
+            HashMap::try_from(map(translations)?)?,
+            Queue::try_from(map(wanted)?)?,
+        );
         let state = Mapping::new(state, 1)?;
         let flows = Flows::new(HashMap::try_from(map(flows)?)?, Mapping::new(tallies, FLOWS_MAX as usize)?);
         let ports: HashMap<_, u32, PortValue> = HashMap::try_from(map(ports)?)?;
@@ -204,6 +215,7 @@ impl Kernel {
             peers,
             state,
             flows,
+            translations,
             pins,
             unclaimed,
             unclaimed_underlay,
@@ -214,6 +226,11 @@ impl Kernel {
     /// The installed flows.
     pub fn flows(&self) -> &Flows {
         &self.flows
+    }
+
+    /// The maps of translations.
+    pub fn translations(&self) -> &TranslationMaps {
+        &self.translations
     }
 
     fn state(&self) -> &State {
@@ -363,6 +380,7 @@ impl Kernel {
             ports.insert(tap.1, value(device.1), 0)?;
             ports.insert(device.1, value(tap.1), 0)?;
         }
+        self.state().core.store(tap.1, Ordering::Release);
         attached.hooks.extend(self.attach_program("core_to_wire", tap, Stays::Never)?);
         attached.hooks.extend(self.attach_program("from_wire", device, Stays::Always)?);
         Ok(attached)
@@ -374,20 +392,27 @@ impl Kernel {
         Attached { kernel: self.clone(), devices, hooks: vec![] }
     }
 
-    /// Accepts datagrams of `wanted` hosts and of no others; a host's frames come from its link.
+    /// Accepts datagrams of `wanted` hosts and of no others; a host's frames come from its link. `keeps`: as long as the route to a host is
+    /// not known, that of an earlier vnetd counts.
     ///
     /// # Errors
     /// The kernel has no memory.
-    pub fn set_peers(&self, wanted: &collections::HashMap<End, Peer>) -> Result<(), KernelError> {
+    pub fn set_peers(
+        &self,
+        wanted: &collections::HashMap<End, Peer>,
+        keeps: bool,
+    ) -> Result<(), KernelError> {
         let mut peers = self.peers.lock();
         let known: Vec<PeerKey> = peers.keys().collect::<Result<_, _>>()?;
         for key in known.iter().filter(|key| !wanted.contains_key(&key.end())) {
             peers.remove(key)?;
         }
         for (end, Peer { port: PortId(from), underlay }) in wanted {
-            let (device, local) = underlay.map_or((0, 0), |way| (way.device, way.local.to_bits()));
-            let (key, value) =
-                (PeerKey::new(end), PeerValue { from: *from, device, local, ..PeerValue::default() });
+            let key = PeerKey::new(end);
+            let before = || peers.get(&key, 0).ok().filter(|_| keeps).map(|peer| (peer.device, peer.local));
+            let way = underlay.map(|way| (way.device, way.local.to_bits()));
+            let (device, local) = way.or_else(before).unwrap_or_default();
+            let value = PeerValue { from: *from, device, local, ..PeerValue::default() };
             // Programs may be reading an entry that is replaced. They write the time to it.
             let is_value = |now: PeerValue| PeerValue { coalesced_ns: 0, ..now } == value;
             if !peers.get(&key, 0).is_ok_and(is_value) {
@@ -526,6 +551,11 @@ impl Drop for Attached {
             return std::mem::take(&mut self.hooks).into_iter().for_each(std::mem::forget);
         }
         self.hooks.clear();
+        let core = &self.kernel.state().core;
+        for device in self.devices {
+            // Another one in a vnetd that goes on.
+            let _ = core.compare_exchange(device, 0, Ordering::AcqRel, Ordering::Relaxed);
+        }
         let mut ports = self.kernel.ports.lock();
         for device in &self.devices {
             // Absent if attaching failed half-way.

@@ -31,13 +31,13 @@ const ROOM: u16 = 1450;
 const REMOTE: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 2);
 
 /// A device that exists until the file is closed.
-struct Tap {
+pub(super) struct Tap {
     file: File,
-    name: (String, u32),
+    pub(super) name: (String, u32),
 }
 
 impl Tap {
-    fn open(name: &str) -> Tap {
+    pub(super) fn open(name: &str) -> Tap {
         let mut tun = File::options();
         let file = tun.read(true).write(true).custom_flags(libc::O_NONBLOCK).open("/dev/net/tun").unwrap();
         let request = |value| {
@@ -67,8 +67,13 @@ impl Tap {
         Tap { file, name: (name.into(), index as u32) }
     }
 
+    /// Lets the device receive a frame, behind a virtio-net header. False: the kernel refuses the header.
+    pub(super) fn write(&self, frame: &[u8]) -> bool {
+        (&self.file).write(frame).is_ok()
+    }
+
     /// The next frame that leaves by the device: size of its segments, and its bytes.
-    fn next(&self) -> (u16, Vec<u8>) {
+    pub(super) fn next(&self) -> (u16, Vec<u8>) {
         let mut room = vec![0; 1 << 17];
         let end = Instant::now() + Duration::from_secs(10);
         loop {

@@ -1,6 +1,6 @@
 //! The layout of the programs' maps, as in `programs/shared.h`. A test compiles that header and compares.
 
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, SocketAddrV4};
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use aya::Pod;
@@ -8,6 +8,7 @@ use aya::Pod;
 use crate::frame::{NetworkId, PortId};
 use crate::wire::ethernet::Mac;
 use crate::wire::sealed_datagram::SealedDatagram;
+use crate::wire::translation::{Conversation, Transport};
 
 /// Maximum number of installed flows.
 pub const FLOWS_MAX: u32 = 65_536;
@@ -62,6 +63,10 @@ impl FlowKey {
 pub(super) const TO_INTERFACE: u16 = 1;
 /// `kind` of a flow to a link, by the wire.
 pub(super) const TO_LINK: u16 = 2;
+/// `translates`: the other host takes translated packets; and the guest's packets are not longer than the path's.
+pub(super) const TRANSLATES: u32 = 1;
+/// See [`TRANSLATES`].
+pub(super) const TRANSLATES_DATAGRAMS: u32 = 2;
 /// `namespace` of a guest whose namespace is unknown.
 pub(super) const NO_NAMESPACE: u32 = u32::MAX;
 /// Age of the leases' clock at which vnetd counts as dead.
@@ -96,7 +101,7 @@ pub(super) struct FlowValue {
     pub(super) ecn_mask: u32,
     pub(super) namespace: u32,
     pub(super) stations: [[u8; 6]; 2],
-    pub(super) zero: u32,
+    pub(super) translates: u32,
 }
 
 /// A device with a program.
@@ -189,6 +194,135 @@ impl WireHead {
     }
 }
 
+/// A conversation with many frames.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Wanted {
+    /// It.
+    pub is: Conversation,
+    /// The other host.
+    pub remote: Ipv4Addr,
+    /// Port of its guest.
+    pub from: PortId,
+}
+
+/// An index of another host. Its packets carry it as source port.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Index {
+    /// The other host.
+    pub remote: Ipv4Addr,
+    /// The index; 0: its proofs.
+    pub index: u16,
+    /// The protocol of its packets.
+    pub transport: Transport,
+}
+
+/// A conversation as a key of the programs' map, in the byte order of a frame.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub(super) struct ConversationKey {
+    network: u32,
+    dst: [u8; 6],
+    src: [u8; 6],
+    source: [u8; 4],
+    destination: [u8; 4],
+    ports: [[u8; 2]; 2],
+    protocol: u16,
+    ttl: u8,
+    tos: u8,
+}
+
+impl ConversationKey {
+    pub(super) fn new(is: &Conversation) -> ConversationKey {
+        ConversationKey {
+            network: is.network,
+            dst: is.dst.0,
+            src: is.src.0,
+            source: is.source.ip().octets(),
+            destination: is.destination.ip().octets(),
+            ports: [is.source, is.destination].map(|end| end.port().to_be_bytes()),
+            protocol: is.transport.number().into(),
+            ttl: is.ttl,
+            tos: is.tos,
+        }
+    }
+
+    /// The conversation; `None` for a key that programs do not write.
+    fn conversation(&self) -> Option<Conversation> {
+        let [source, destination] = self.ports.map(u16::from_be_bytes);
+        Some(Conversation {
+            network: self.network,
+            dst: Mac(self.dst),
+            src: Mac(self.src),
+            source: SocketAddrV4::new(self.source.into(), source),
+            destination: SocketAddrV4::new(self.destination.into(), destination),
+            transport: Transport::new(u8::try_from(self.protocol).ok()?)?,
+            ttl: self.ttl,
+            tos: self.tos,
+        })
+    }
+}
+
+/// A conversation from a guest of this host, as a value of the programs' map.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct TranslatedValue {
+    pub(super) until_ns: u64,
+    pub(super) frames: u32,
+    pub(super) remote: u32,
+    /// In the byte order of a frame.
+    pub(super) index: u16,
+    pub(super) zero: [u16; 3],
+}
+
+/// A conversation with many frames, in the programs' queue.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct WantedValue {
+    is: ConversationKey,
+    remote: u32,
+    from: u16,
+    zero: u16,
+}
+
+impl WantedValue {
+    pub(super) fn wanted(&self) -> Option<Wanted> {
+        let (remote, from) = (Ipv4Addr::from_bits(self.remote), PortId(self.from));
+        Some(Wanted { is: self.is.conversation()?, remote, from })
+    }
+}
+
+/// What identifies translated packets, as a key of the programs' map.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct TranslationKey {
+    remote: u32,
+    /// In the byte order of a frame.
+    index: u16,
+    protocol: u16,
+}
+
+impl TranslationKey {
+    pub(super) fn new(at: Index) -> TranslationKey {
+        let (remote, index) = (at.remote.to_bits(), at.index.to_be());
+        TranslationKey { remote, index, protocol: at.transport.number().into() }
+    }
+
+    /// `None` for a key that vnetd does not write.
+    pub(super) fn index(&self) -> Option<Index> {
+        let transport = Transport::new(u8::try_from(self.protocol).ok()?)?;
+        Some(Index { remote: Ipv4Addr::from_bits(self.remote), index: u16::from_be(self.index), transport })
+    }
+}
+
+/// What translated packets stand for, as a value of the programs' map.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct TranslationValue {
+    pub(super) is: ConversationKey,
+    pub(super) seen_ns: u64,
+    pub(super) lost: u64,
+}
+
 /// Frames and bytes of a flow. The programs add to it.
 #[repr(C)]
 #[derive(Debug, Default)]
@@ -207,6 +341,8 @@ pub(super) struct State {
     /// vnetd's clock: see [`Kernel::tick`](super::Kernel::tick).
     pub(super) clock_ns: AtomicU64,
     pub(super) end_ns: AtomicU64,
+    pub(super) core: AtomicU32,
+    zero: AtomicU32,
 }
 
 // SAFETY: plain integers without padding (the layout test compares with C, where padding would be a field).
@@ -219,6 +355,16 @@ unsafe impl Pod for PortValue {}
 unsafe impl Pod for PeerKey {}
 // SAFETY: as above.
 unsafe impl Pod for PeerValue {}
+// SAFETY: as above.
+unsafe impl Pod for ConversationKey {}
+// SAFETY: as above.
+unsafe impl Pod for TranslatedValue {}
+// SAFETY: as above.
+unsafe impl Pod for WantedValue {}
+// SAFETY: as above.
+unsafe impl Pod for TranslationKey {}
+// SAFETY: as above.
+unsafe impl Pod for TranslationValue {}
 
 #[cfg(test)]
 mod tests {
@@ -251,15 +397,20 @@ mod tests {
             "flow_key" = FlowKey { network, from, dst, src, is_sealed }
             "flow" = FlowValue {
                 until_ns, id, generation, buckets, versions, slot, kind, own_address, device, len_max, remote, segment_max,
-                underlay, port, local, next_hop, first_port, port_mask, ecn_mask, namespace, stations, zero
+                underlay, port, local, next_hop, first_port, port_mask, ecn_mask, namespace, stations, translates
             }
             "port" = PortValue { network, from, mac, other }
             "peer_key" = PeerKey { remote, port, zero }
             "peer" = PeerValue { from, zero, device, local, coalesced_ns }
             "wire_head" = WireHead { remote, network, from, zero }
-            "wire_tail" = WireTail { remote, network }
+            "wire_tail" = WireTail { remote, network, underlay, next_hop }
+            "conversation" = ConversationKey { network, dst, src, source, destination, ports, protocol, ttl, tos }
+            "translated" = TranslatedValue { until_ns, frames, remote, index, zero }
+            "wanted" = WantedValue { is, remote, from, zero }
+            "translation_key" = TranslationKey { remote, index, protocol }
+            "translation" = TranslationValue { is, seen_ns, lost }
             "tally" = Tally { frames, bytes, used_ns, zero }
-            "state" = State { versions, generation, clock_ns, end_ns }
+            "state" = State { versions, generation, clock_ns, end_ns, core, zero }
         };
         for (name, ours_is) in [
             ("FLOWS_MAX", FLOWS_MAX as usize),
@@ -267,9 +418,12 @@ mod tests {
             ("TO_INTERFACE", TO_INTERFACE as usize),
             ("TO_LINK", TO_LINK as usize),
             ("PEERS_MAX", PEERS_MAX as usize),
+            ("TRANSLATES", TRANSLATES as usize),
+            ("TRANSLATES_DATAGRAMS", TRANSLATES_DATAGRAMS as usize),
             ("NO_NAMESPACE", NO_NAMESPACE as usize),
             ("WIRE_PORT", WIRE_PORT.into()),
             ("SUPER_FRAME_MAX", SUPER_FRAME_MAX),
+            ("TRANSLATED_PORT", crate::wire::translation::TRANSLATED_PORT.into()),
             ("DEAD_NS", DEAD_NS as usize),
             ("SEALED_PACKET", crate::wire::sealed_datagram::SEALED_PACKET.into()),
         ] {

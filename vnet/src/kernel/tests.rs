@@ -17,7 +17,7 @@ use crate::wire::vxlan::{WIRE_PORT, WireTail};
 /// Verdicts of linux/pkt_cls.h.
 /// -1: the device's other filters and the network stack decide.
 pub(super) const TC_ACT_UNSPEC: u32 = u32::MAX;
-const TC_ACT_SHOT: u32 = 2;
+pub(super) const TC_ACT_SHOT: u32 = 2;
 pub(super) const TC_ACT_REDIRECT: u32 = 7;
 /// `ifindex` of the loopback device, where test runs happen.
 pub(super) const LOOPBACK: u32 = 1;
@@ -383,7 +383,7 @@ fn a_port_fills_its_own_share_only() {
 /// Another host that the wire reaches.
 pub(super) fn by_wire(remote: Ipv4Addr, underlay: Option<Underlay>) -> Target {
     let remote = SocketAddrV4::new(remote, WIRE_PORT);
-    Target::Host { remote, packet_max: 1450, underlay, sources: Sources::Wire }
+    Target::Host { remote, packet_max: 1450, underlay, sources: Sources::Wire, translates: None }
 }
 
 #[test]
@@ -425,9 +425,9 @@ fn programs_know_the_peers_of_the_current_links_only() {
         known.sort_unstable();
         known
     };
-    bench.kernel.set_peers(&[(one, peer(7)), (two, peer(8))].into()).unwrap();
+    bench.kernel.set_peers(&[(one, peer(7)), (two, peer(8))].into(), false).unwrap();
     assert_eq!(known(), [(one, 7), (two, 8)]);
-    bench.kernel.set_peers(&[(two, peer(9))].into()).unwrap();
+    bench.kernel.set_peers(&[(two, peer(9))].into(), false).unwrap();
     assert_eq!(known(), [(two, 9)]);
 }
 
@@ -477,9 +477,9 @@ fn a_datagram_made_by_programs_is_taken_by_programs() {
     assert_eq!(bench.change("from_underlay", &datagram), host, "of no link");
     let elsewhere = Underlay { device: LOOPBACK + 1, local, next_hop: None };
     let end = End { remote, port: WIRE_PORT };
-    bench.kernel.set_peers(&[(end, Peer { underlay: Some(elsewhere), ..peer(7) })].into()).unwrap();
+    bench.kernel.set_peers(&[(end, Peer { underlay: Some(elsewhere), ..peer(7) })].into(), false).unwrap();
     assert_eq!(bench.change("from_underlay", &datagram), host, "of another device");
-    bench.kernel.set_peers(&[(end, peer(7))].into()).unwrap();
+    bench.kernel.set_peers(&[(end, peer(7))].into(), false).unwrap();
     assert_eq!(bench.change("from_underlay", &datagram), (TC_ACT_REDIRECT, frame));
     // Every deviation sends the datagram to the host's network stack, unchanged.
     for (at, what) in [
@@ -581,7 +581,7 @@ pub(super) fn ones_complement(bytes: &[u8]) -> u16 {
 #[test]
 fn what_vnetd_sends_by_the_wire_loses_its_tail() {
     let Some(bench) = Bench::new() else { return };
-    let tail = WireTail { remote: 0xc000_0202, network: 7 }.bytes();
+    let tail = WireTail { remote: 0xc000_0202, network: 7, underlay: 0, next_hop: 0 }.bytes();
     // Test runs refuse IP packets without a whole header.
     let frame = |len: usize| [&frame(B, 12)[..12], &[8, 6], &vec![1; len - HEADER_LEN]].concat();
     for len in [HEADER_LEN, 42, 86, 1514] {

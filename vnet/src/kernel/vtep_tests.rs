@@ -24,6 +24,7 @@ fn bench() -> Option<Bench> {
         packet_max: ROOM as u32,
         underlay: Some(Underlay { device: LOOPBACK, local: REMOTE, next_hop: Some(REMOTE) }),
         sources: Sources::Owned(FIRST, 16),
+        translates: None,
     };
     (bench.to.device, bench.to.mtu) = (0, ROOM);
     assert!(bench.install(&terms()));
@@ -109,7 +110,7 @@ fn received() -> Option<(Bench, Vec<u8>)> {
 }
 
 fn listen(bench: &Bench, port: u16) {
-    bench.kernel.set_peers(&[(End { remote: REMOTE, port }, peer(7))].into()).unwrap();
+    bench.kernel.set_peers(&[(End { remote: REMOTE, port }, peer(7))].into(), false).unwrap();
 }
 
 #[test]

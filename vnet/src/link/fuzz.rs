@@ -9,6 +9,7 @@ use rustls::pki_types::CertificateDer;
 use super::{DIRECT_MAX, DirectOffer, DirectPort, Link, LinkKind, LinkOptions, Security};
 use crate::frame::{NetworkId, PortId};
 use crate::link::native::direct_ports::DirectPorts;
+use crate::link::native::translations::{OFFERED_MAX, Translations};
 use crate::link::rendezvous::client::{KEY_LEN, Registration, RendezvousMessage};
 use crate::link::rendezvous::relay_succession::PairState;
 use crate::link::sealed::handshake::{self, HandshakeMessage};
@@ -16,6 +17,7 @@ use crate::link::sealed::identity::tls::Patient;
 use crate::link::sealed::identity::{CertificateInfo, Identity, is_for};
 use crate::link::sealed::pki::Pki;
 use crate::link::succession::SealedState;
+use crate::wire::translation::{Acceptance, Conversation, Transport};
 
 /// The identities of h1 and h2, cached: key generation is slow.
 fn identities() -> &'static [Identity; 2] {
@@ -179,6 +181,57 @@ pub fn direct_ports(data: &[u8]) {
             assert_eq!(peer.followed().first().map(|(port, _)| *port), Some(guest));
         }
     }
+}
+
+/// Feeds a peer's probes to the state of translations. Input: records of a byte, the probe's length in words of four bytes, and the probe; a
+/// length of 0xff lets a second pass.
+///
+/// Invariants: no panic; a conversation is translated only with an index that the peer has accepted in this epoch; what is known is bounded
+/// and could be offered; what is accepted and offered here, the peer reads.
+pub fn translations(data: &[u8]) {
+    let (link, peer) = (Translations::new(), Translations::new());
+    let mut now_ms = 1000;
+    for port in 0..4 {
+        let end = |host: u8, port| std::net::SocketAddrV4::new([10, 0, 0, host].into(), port);
+        let conversation = Conversation {
+            network: 1,
+            dst: crate::wire::ethernet::Mac([2; 6]),
+            src: crate::wire::ethernet::Mac([6; 6]),
+            source: end(1, port),
+            destination: end(2, 80),
+            transport: Transport::ALL[usize::from(port % 2)],
+            ttl: 64,
+            tos: 0,
+        };
+        link.want(conversation, PortId(1), now_ms);
+    }
+    let mut rest = data;
+    while let Some((len, tail)) = rest.split_first() {
+        if *len == 0xff {
+            now_ms += 1000;
+            rest = tail;
+            for offer in link.offers(1400, now_ms) {
+                assert_eq!(peer.offered(&offer, |_| true, now_ms), Some(0));
+            }
+            if let Some(said) = link.acceptance(|_, _| Some(true), [true, false], 1400, now_ms) {
+                assert!(Acceptance::parse(&said).is_some_and(|said| said.indices.len() <= OFFERED_MAX));
+            }
+            continue;
+        }
+        let (probe, tail) = tail.split_at((4 * usize::from(*len)).min(tail.len()));
+        rest = tail;
+        let is_offer = link.offered(probe, |is| is.ttl != 7, now_ms).is_some();
+        assert!(!is_offer || probe.starts_with(b"vnet-tra"));
+        let is_acceptance = !is_offer && link.accepted(probe, now_ms);
+        assert!(!is_acceptance || probe.starts_with(b"vnet-trb"));
+        let known = link.known(now_ms);
+        assert!(known.len() <= 2 * OFFERED_MAX);
+        assert!(known.iter().all(|(index, is)| *index != 0 && is.ttl != 7 && is.dst.is_unicast()));
+        let wanted = link.wanted();
+        assert!(link.leased(now_ms).iter().all(|leased| wanted.contains(&leased.is)));
+    }
+    // Nothing was accepted by the peer itself.
+    assert_eq!(peer.leased(now_ms), []);
 }
 
 /// Feeds arbitrary bytes to the parsers of a rendezvous relay and its clients: messages and registrations.

@@ -11,6 +11,7 @@ use super::inquiry::{Inbox, MAGIC, TEXT_MAX};
 use super::native::direct_ports::{DirectOffer, DirectPort, DirectState};
 use super::native::link_part::Native;
 use super::native::send_probes::{Courier, unfit};
+use super::native::translations::Translations;
 #[cfg(test)]
 use super::native::wire_state::WireState;
 use super::options::{LinkKind, LinkOptions, Security, SourceMatch};
@@ -30,6 +31,7 @@ use super::vxlan::vteps::Vteps;
 use crate::frame::{NetworkId, PortId};
 use crate::stats::PortStats;
 use crate::wire::ethernet::Mac;
+use crate::wire::translation::Conversation;
 
 /// One edge of the overlay, shared by all dispatchers. Dereferences to the common part.
 #[derive(Debug)]
@@ -294,12 +296,27 @@ impl Link {
         self.native()?.wire.change(self.heard_ms(), now_ms)
     }
 
+    /// Whether the other host takes translated packets of this link.
+    pub fn peer_translates(&self) -> bool {
+        !self.needs_seal() && self.native().is_some_and(|native| native.wire.translates())
+    }
+
+    /// Number of conversations whose packets leave by this link without a tunnel.
+    pub fn translated(&self, now_ms: u64) -> usize {
+        self.native().map_or(0, |native| native.translations.leased(now_ms).len())
+    }
+
+    /// The link's agreements about conversations to translate, if it is native.
+    pub(crate) fn translations(&self) -> Option<&Translations> {
+        Some(&self.native()?.translations)
+    }
+
     /// Takes the wire as if the other host had just announced that it receives this host's trials.
     #[cfg(test)]
     pub(crate) fn assume_wire(&self, now_ms: u64) {
         let other = WireState::default();
         other.tried(now_ms);
-        let said = other.announcement(Duration::ZERO, now_ms).unwrap();
+        let said = other.announcement((Duration::ZERO, false), now_ms).unwrap();
         self.native().unwrap().wire.announced(&said, now_ms);
     }
 
@@ -395,11 +412,32 @@ impl Courier {
         self.inquiry((&link.common, native), is_answer, &[&MAGIC, text].concat())
     }
 
-    /// Tells the other host of `link` whether its trials of the wire arrive, and how long this host's kernel forwards established
-    /// flows without vnetd.
-    pub fn announce_wire(&self, link: &Link, outlive: Duration, now_ms: u64) {
+    /// Tells the other host of `link` whether its trials of the wire arrive, and `own`: how long this host's kernel forwards established
+    /// flows without vnetd, and whether it takes translated packets.
+    pub fn announce_wire(&self, link: &Link, own: (Duration, bool), now_ms: u64) {
         if let Some(native) = link.native() {
-            self.wire_announcement((&link.common, native), outlive, now_ms);
+            self.wire_announcement((&link.common, native), own, now_ms);
+        }
+    }
+
+    /// Offers the other host of `link` conversations to translate, as far as it is time.
+    pub fn offer_translations(&self, link: &Link, now_ms: u64) {
+        if let Some(native) = link.native() {
+            self.translation_offers((&link.common, native), now_ms);
+        }
+    }
+
+    /// Accepts those offered conversations of the other host of `link` that programs know. `seen`: whether packets with an index have arrived
+    /// lately, `None` if programs do not know it; `proved`: translated packets of TCP, and of UDP, arrive.
+    pub fn accept_translations(
+        &self,
+        link: &Link,
+        seen: impl Fn(u16, &Conversation) -> Option<bool>,
+        proved: [bool; 2],
+        now_ms: u64,
+    ) {
+        if let Some(native) = link.native() {
+            self.translation_acceptance((&link.common, native), seen, proved, now_ms);
         }
     }
 

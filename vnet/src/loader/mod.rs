@@ -26,7 +26,8 @@ use rustix::process::{Resource, Rlimit, setrlimit};
 /// The compiled programs.
 pub(crate) static OBJECT: &[u8] = include_bytes_aligned!("../kernel/programs/forward.o");
 /// The programs' maps.
-pub(crate) const MAPS: [&str; 5] = ["flows", "peers", "ports", "state", "tallies"];
+pub(crate) const MAPS: [&str; 8] =
+    ["conversations", "flows", "peers", "ports", "state", "tallies", "translations", "wanted"];
 /// Folder of all hosts in a bpffs.
 pub(crate) const FOLDER: &str = "vnet";
 /// Prefixes of pinned links' files; the device's index follows.
@@ -138,8 +139,8 @@ impl Loaded {
             let program: &mut SchedClassifier = program.try_into().map_err(one_line)?;
             program.load().map_err(one_line)?;
         }
-        let [a, b, c, d, e] = MAPS.map(|name| map(&mut programs, name));
-        let maps = [a?, b?, c?, d?, e?];
+        let [a, b, c, d, e, f, g, h] = MAPS.map(|name| map(&mut programs, name));
+        let maps = [a?, b?, c?, d?, e?, f?, g?, h?];
         Ok((Loaded { programs, folder: folder.map(Path::to_owned) }, maps))
     }
 
@@ -170,7 +171,8 @@ impl Loaded {
 
 /// Takes a map of the programs. A file of its name may lead to another program's map, if an intruder in vnetd has put it there.
 fn map(programs: &mut Ebpf, name: &str) -> io::Result<OwnedFd> {
-    let Some(Map::Array(data) | Map::HashMap(data)) = programs.take_map(name) else {
+    let map = programs.take_map(name);
+    let Some(Map::Array(data) | Map::HashMap(data) | Map::LruHashMap(data) | Map::Queue(data)) = map else {
         return Err(lacks(name));
     };
     if data.info().map_err(one_line)?.name_as_str() != Some(name) {

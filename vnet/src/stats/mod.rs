@@ -88,6 +88,7 @@ reasons! {
         WrongEpoch = "wrong_epoch", "Sealed with an unknown or expired key epoch.";
         Forged = "forged", "Authentication failed: wrong key, or changed in transit.";
         Replayed = "replayed", "Sealed datagram seen before, or older than the replay window.";
+        UnknownIndex = "unknown_index", "Translated packet with an index that this host does not know.";
         NotAsked = "not_asked", "Destination MAC not subscribed on this local network.";
         MemoryLimit = "memory_limit", "Fragment refused: reassembly memory is full.";
     }
@@ -258,6 +259,8 @@ pub struct PortStats {
     pub direct_copied_out: Counter,
     /// Direct ports that the other host announced and this host refused.
     pub direct_refused: Counter,
+    /// Conversations to translate that the other host offered and this host refused.
+    pub translations_refused: Counter,
     /// Datagrams received for this link.
     pub in_datagrams: Counter,
     /// Datagrams sent on this link.
@@ -329,6 +332,7 @@ impl PortStats {
             direct_in_place,
             direct_copied_out,
             direct_refused,
+            translations_refused,
             in_datagrams,
             out_datagrams,
         ];

@@ -16,4 +16,5 @@ pub mod segment;
 pub mod sender;
 pub mod socks;
 pub mod stream;
+pub mod translation;
 pub mod vxlan;

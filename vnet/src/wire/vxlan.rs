@@ -32,13 +32,21 @@ pub struct WireTail {
     pub remote: u32,
     /// The network id (VNI).
     pub network: u32,
+    /// 0, or the underlay's device by which the frame's IP packet leaves without a tunnel.
+    pub underlay: u32,
+    /// IPv4 address of the router there; 0: the kernel looks it up.
+    pub next_hop: u32,
 }
 
 impl WireTail {
     /// Its bytes.
     pub fn bytes(&self) -> [u8; size_of::<WireTail>()] {
-        let ([a, b, c, d], [e, f, g, h]) = (self.remote.to_ne_bytes(), self.network.to_ne_bytes());
-        [a, b, c, d, e, f, g, h]
+        let mut bytes = [0; size_of::<WireTail>()];
+        let words = [self.remote, self.network, self.underlay, self.next_hop];
+        for (to, word) in bytes.chunks_exact_mut(4).zip(words) {
+            to.copy_from_slice(&word.to_ne_bytes());
+        }
+        bytes
     }
 }
 

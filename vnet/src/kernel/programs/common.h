@@ -42,6 +42,11 @@ static __s64 (*const bpf_csum_diff)(__be32 *from, __u32 from_len, __be32 *to, __
 	(void *)BPF_FUNC_csum_diff;
 static struct bpf_sock *(*const bpf_skc_lookup_tcp)(void *ctx, struct bpf_sock_tuple *tuple, __u32 size,
 						     __u64 netns, __u64 flags) = (void *)BPF_FUNC_skc_lookup_tcp;
+static long (*const bpf_map_update_elem)(void *map, const void *key, const void *value, __u64 flags) =
+	(void *)BPF_FUNC_map_update_elem;
+static long (*const bpf_map_push_elem)(void *map, const void *value, __u64 flags) = (void *)BPF_FUNC_map_push_elem;
+static long (*const bpf_l4_csum_replace)(struct __sk_buff *skb, __u32 offset, __u64 from, __u64 to, __u64 flags) =
+	(void *)BPF_FUNC_l4_csum_replace;
 static long (*const bpf_sk_release)(void *sock) = (void *)BPF_FUNC_sk_release;
 
 struct bpf_map_def {
@@ -57,6 +62,11 @@ MAP(tallies, BPF_MAP_TYPE_ARRAY, __u32, struct tally, FLOWS_MAX, BPF_F_MMAPABLE)
 MAP(ports, BPF_MAP_TYPE_HASH, __u32, struct port, PORTS_MAX, BPF_F_NO_PREALLOC);
 MAP(state, BPF_MAP_TYPE_ARRAY, __u32, struct state, 1, BPF_F_MMAPABLE);
 MAP(peers, BPF_MAP_TYPE_HASH, struct peer_key, struct peer, PEERS_MAX, BPF_F_NO_PREALLOC);
+MAP(conversations, BPF_MAP_TYPE_LRU_HASH, struct conversation, struct translated, CONVERSATIONS_MAX, 0);
+MAP(translations, BPF_MAP_TYPE_HASH, struct translation_key, struct translation, TRANSLATIONS_MAX, BPF_F_NO_PREALLOC);
+/* A queue has no keys. */
+struct bpf_map_def SEC("maps") wanted = { .type = BPF_MAP_TYPE_QUEUE, .value_size = sizeof(struct wanted),
+	.max_entries = WANTED_MAX };
 
 /* Bytes of a tunnel key in Linux 5.10. */
 #define TUNNEL_KEY_LEN 28
@@ -234,15 +244,39 @@ struct verdict {
 	__u32 len;
 };
 
+/* Copies the verdict of the flow if it is valid for the frame at `at`, of this Ethernet type. */
+INLINE int judge(struct __sk_buff *skb, __u32 at, __u16 ethertype, const struct flow_key *key, struct verdict *to)
+{
+	/* Context fields are read once: clang would merge the loads into code that the verifier refuses. */
+	__u32 len = *(volatile __u32 *)&skb->len - at, segment = *(volatile __u32 *)&skb->gso_size;
+	struct flow *flow = &to->flow;
+	struct flow *found;
+
+	if (at && !may_leave_tunnel(skb, at, flow, segment))
+		return 0;
+	to->now_ns = now();
+	if (!holds(flow, to->now_ns))
+		return 0;
+	/* vnetd decides about ARP and ND. When it has died, established flows still need their neighbours' answers. */
+	if (!at && is_neighbours(skb, ethertype) && is_vnetd_alive(to->now_ns))
+		return 0;
+	if (skb->vlan_present)
+		len += VLAN_TAG;
+	/* vnetd counts what is too long. */
+	if (segment ? flow->kind == TO_LINK && len > SUPER_FRAME_MAX : len > flow->len_max)
+		return 0;
+	to->len = len;
+	/* Since Linux 6.1 the memory of an entry that vnetd replaces can become another flow's at once, while a program reads it. */
+	found = bpf_map_lookup_elem(&flows, key);
+	return found && found->id == flow->id;
+}
+
 /* Copies the valid verdict for the frame at `at`. 0: vnetd decides. Behind a tunnel's headers, only frames that programs may take
  * out of it have a verdict. */
 INLINE int find(struct __sk_buff *skb, __u32 at, __u16 from, __u32 network, struct verdict *to)
 {
-	/* Context fields are read once: clang would merge the loads into code that the verifier refuses. */
-	__u32 len = *(volatile __u32 *)&skb->len - at, segment = *(volatile __u32 *)&skb->gso_size;
 	struct flow_key key = { .network = network, .from = from };
 	__u16 stations[6] = {};
-	struct flow *flow = &to->flow;
 	struct flow *found;
 	__u16 ethertype;
 
@@ -262,27 +296,11 @@ INLINE int find(struct __sk_buff *skb, __u32 at, __u16 from, __u32 network, stru
 	}
 	if (!found)
 		return 0;
-	*flow = *found;
+	to->flow = *found;
 	/* Nobody sends in another station's name. */
-	if (key.is_sealed && !is_between(flow, stations))
+	if (key.is_sealed && !is_between(&to->flow, stations))
 		return 0;
-	if (at && !may_leave_tunnel(skb, at, flow, segment))
-		return 0;
-	to->now_ns = now();
-	if (!holds(flow, to->now_ns))
-		return 0;
-	/* vnetd decides about ARP and ND. When it has died, established flows still need their neighbours' answers. */
-	if (!at && is_neighbours(skb, ethertype) && is_vnetd_alive(to->now_ns))
-		return 0;
-	if (skb->vlan_present)
-		len += VLAN_TAG;
-	/* vnetd counts what is too long. */
-	if (segment ? flow->kind == TO_LINK && len > SUPER_FRAME_MAX : len > flow->len_max)
-		return 0;
-	to->len = len;
-	/* Since Linux 6.1 the memory of an entry that vnetd replaces can become another flow's at once, while a program reads it. */
-	found = bpf_map_lookup_elem(&flows, &key);
-	return found && found->id == flow->id;
+	return judge(skb, at, ethertype, &key, to);
 }
 
 /* Counts a frame that takes the way of its verdict. */

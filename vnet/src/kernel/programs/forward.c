@@ -1,6 +1,7 @@
 /* The programs' object: one file per hook. Compiled by `compile` in this folder, loaded by vnetd. */
 #include "common.h"
 #include "to_wire.h"
+#include "translate.h"
 #include "from_wire.h"
 #include "from_underlay.h"
 #include "from_guest.h"

@@ -1,14 +1,33 @@
 /* Ingress of the host's end of a guest's veth, and transmission of the container's end of a netkit pair: the kernel forwards known
  * flows, all other frames come up to vnetd. */
 
+/* Sends a frame in a datagram, or by the VXLAN device. TC_ACT_UNSPEC: the frame is unchanged, and vnetd decides. */
+INLINE long by_tunnel(struct __sk_buff *skb, struct verdict *verdict, const struct port *port)
+{
+	struct flow *flow = &verdict->flow;
+	struct outer out = {};
+	int is_own = head_of(skb, flow, port->network, &out);
+	long sent = is_own ? encapsulate(skb, flow, &out) : 0;
+
+	if (!sent)
+		sent = split(skb, flow, port->network, &out, is_own);
+	/* vnetd segments what does not fit the path to a VTEP, or drops it. */
+	if (!sent && !flow->device)
+		return TC_ACT_UNSPEC;
+	count(verdict);
+	if (sent)
+		return sent;
+	if (fit(skb, flow->segment_max))
+		return TC_ACT_SHOT;
+	return to_wire(skb, flow->device, flow->remote, port->network);
+}
+
 /* Forwards a frame of a port's guest if its flow is known. TC_ACT_UNSPEC: the frame is unchanged, and vnetd decides.
  * `at_ingress`: the frame may skip the queue of a container's device. */
 INLINE long forward(struct __sk_buff *skb, const struct port *port, int at_ingress)
 {
 	struct verdict verdict;
 	struct flow *flow = &verdict.flow;
-	struct outer out = {};
-	int is_own;
 	long sent;
 
 	if (!find(skb, 0, port->from, port->network, &verdict))
@@ -19,19 +38,11 @@ INLINE long forward(struct __sk_buff *skb, const struct port *port, int at_ingre
 	}
 	if (flow->kind != TO_LINK)
 		return TC_ACT_SHOT;
-	is_own = head_of(skb, flow, port->network, &out);
-	sent = is_own ? encapsulate(skb, flow, &out) : 0;
+	sent = translate(skb, &verdict, port);
 	if (!sent)
-		sent = split(skb, flow, port->network, &out, is_own);
-	/* vnetd segments what does not fit the path to a VTEP, or drops it. */
-	if (!sent && !flow->device)
-		return TC_ACT_UNSPEC;
+		return by_tunnel(skb, &verdict, port);
 	count(&verdict);
-	if (sent)
-		return sent;
-	if (fit(skb, flow->segment_max))
-		return TC_ACT_SHOT;
-	return to_wire(skb, flow->device, flow->remote, port->network);
+	return sent;
 }
 
 /* Frames of a device that is vnetd's own. */

@@ -44,11 +44,16 @@ int from_underlay(struct __sk_buff *skb)
 	struct peer_key at = {};
 	struct verdict verdict;
 	struct outer out = {};
+	struct packet packet = {};
 	struct peer *peer;
 	__u16 from;
 
 	if (protocol != ETH_P_IP_BE || type != PACKET_HOST || skb->vlan_present)
 		return CONTINUE;
+	if (bpf_skb_load_bytes(skb, 0, packet.dst, sizeof(packet) - 2))
+		return CONTINUE;
+	if (packet.ports >> 16 == __builtin_bswap16(TRANSLATED_PORT))
+		return is_translatable(skb, &packet) ? restore(skb, &packet) : CONTINUE;
 	if (bpf_skb_load_bytes(skb, 0, out.eth, OUTER_LEN + ETH_LEN))
 		return CONTINUE;
 	/* The VXLAN device marks the frame of a datagram that met congestion (RFC 6040). The UDP checksum need not be verified (RFC 7348

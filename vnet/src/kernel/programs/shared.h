@@ -72,8 +72,13 @@ struct flow {
 	__u32 namespace;
 	/* Of sealed datagrams: destination and source address of their frames, which the key does not have. */
 	__u16 stations[6];
-	__u32 zero;
+	/* TO_LINK: bits of TRANSLATES. */
+	__u32 translates;
 };
+
+/* The other host takes translated packets; the guest's packets are not longer than the path's. */
+#define TRANSLATES 1
+#define TRANSLATES_DATAGRAMS 2
 
 #define NO_NAMESPACE 0xffffffff
 
@@ -131,10 +136,73 @@ struct wire_head {
 	__u16 zero[3];
 };
 
-/* Tail of a frame that vnetd sends by the wire: the destination host's IPv4 address, in host byte order, and the network. */
+/* Tail of a frame that vnetd sends by the wire: the destination host's IPv4 address, in host byte order, and the network. If there is a
+ * device of the underlay, the frame's IP packet leaves there as it is, to the next hop; 0: the kernel looks up the route. */
 struct wire_tail {
 	__u32 remote;
 	__u32 network;
+	__u32 underlay;
+	__u32 next_hop;
+};
+
+/* Maximum number of conversations that programs watch, of which some are translated. */
+#define CONVERSATIONS_MAX 16384
+/* Maximum number of translations of other hosts. */
+#define TRANSLATIONS_MAX 65536
+/* Maximum number of conversations that wait for vnetd. */
+#define WANTED_MAX 256
+/* Frames after which vnetd is told of a conversation, and from one time to the next. */
+#define WANTED_FRAMES 32
+/* Destination port of translated packets, TCP and UDP. */
+#define TRANSLATED_PORT 9790
+
+/* The frames of one TCP connection or UDP flow in one direction: addresses, and source and destination port, in the byte order of a
+ * frame. */
+struct conversation {
+	__u32 network;
+	__u16 dst[3];
+	__u16 src[3];
+	__u32 source, destination;
+	__u32 ports;
+	__u16 protocol;
+	__u8 ttl;
+	/* DSCP, in the upper six bits. */
+	__u8 tos;
+};
+
+/* A conversation from a guest of this host. */
+struct translated {
+	/* CLOCK_MONOTONIC time until which its frames leave translated; 0: none yet. */
+	__u64 until_ns;
+	__u32 frames;
+	/* The host that knows its index, and the index in the byte order of a frame. */
+	__u32 remote;
+	__u16 index;
+	__u16 zero[3];
+};
+
+/* A conversation that has many frames. */
+struct wanted {
+	struct conversation is;
+	__u32 remote;
+	__u16 from;
+	__u16 zero;
+};
+
+/* What identifies a translated packet at its destination: the host that has sent it, its source port in the byte order of a frame, and
+ * its protocol. Index 0 is a proof that such packets arrive. */
+struct translation_key {
+	__u32 remote;
+	__u16 index;
+	__u16 protocol;
+};
+
+struct translation {
+	struct conversation is;
+	/* CLOCK_MONOTONIC time of the last packet. */
+	__u64 seen_ns;
+	/* Of a proof: packets that could not be restored, such as those with an unknown index. */
+	__u64 lost;
 };
 
 /* Age of the leases' clock at which vnetd counts as dead, in ns: four rounds of its renewer. */
@@ -148,6 +216,9 @@ struct state {
 	__u64 clock_ns;
 	/* CLOCK_MONOTONIC time after which no verdict holds; vnetd postpones it. */
 	__u64 end_ns;
+	/* vnetd's TAP of the wire, which gets restored frames without a verdict. */
+	__u32 core;
+	__u32 zero;
 };
 
 #endif

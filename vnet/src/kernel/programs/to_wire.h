@@ -166,13 +166,13 @@ INLINE long make_room(struct __sk_buff *skb, __u64 flags)
 #define AF_INET 2
 
 /* Sends a datagram to the next hop that vnetd has found. The kernel would look up the route again for each. */
-INLINE long to_next_hop(const struct flow *flow)
+INLINE long to_next_hop(__u32 underlay, __u32 next_hop)
 {
-	struct bpf_redir_neigh next = { .nh_family = AF_INET, .ipv4_nh = __builtin_bswap32(flow->next_hop) };
+	struct bpf_redir_neigh next = { .nh_family = AF_INET, .ipv4_nh = __builtin_bswap32(next_hop) };
 
-	if (!next.ipv4_nh)
-		return bpf_redirect_neigh(flow->underlay, 0, 0, 0);
-	return bpf_redirect_neigh(flow->underlay, &next, sizeof(next), 0);
+	if (!next_hop)
+		return bpf_redirect_neigh(underlay, 0, 0, 0);
+	return bpf_redirect_neigh(underlay, &next, sizeof(next), 0);
 }
 
 /* Makes the frame a datagram with these headers and sends it without the VXLAN device. Returns 0 for a frame that needs the device;
@@ -195,7 +195,7 @@ INLINE long encapsulate(struct __sk_buff *skb, const struct flow *flow, struct o
 	}
 	if (make_room(skb, flags))
 		return 0;
-	return write_head(skb, out, len) ? TC_ACT_SHOT : to_next_hop(flow);
+	return write_head(skb, out, len) ? TC_ACT_SHOT : to_next_hop(flow->underlay, flow->next_hop);
 }
 
 /* Tells the VXLAN device where the frame goes. Not 0: the kernel refuses. */
@@ -320,5 +320,7 @@ int core_to_wire(struct __sk_buff *skb)
 	len -= sizeof(tail);
 	if (bpf_skb_load_bytes(skb, len, &tail, sizeof(tail)) || bpf_skb_change_tail(skb, len, 0))
 		return TC_ACT_SHOT;
+	if (tail.underlay)
+		return to_next_hop(tail.underlay, tail.next_hop);
 	return to_wire(skb, device, tail.remote, tail.network);
 }

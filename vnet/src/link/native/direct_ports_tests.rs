@@ -209,7 +209,7 @@ fn announced_to(security: Security, networks: Option<Vec<NetworkId>>, mac: [u8; 
     let link = Link::with_security(options, security, PortId(1), Arc::default());
     let native = link.native().unwrap();
     let probe = forged(&[(1, mac, 4000, native.direct.key)]);
-    assert!(native.takes_direct(&link, (&probe, 9000), 0));
+    assert!(native.takes_agreement(&link, (&probe, 9000), 0));
     (link.stats().direct_refused.get(), native.direct.guests().len())
 }
 

@@ -4,8 +4,10 @@ use std::sync::{Arc, OnceLock};
 
 use super::direct_ports::{DirectPort, DirectPorts};
 use super::reassembly::ReassemblyBudget;
+use super::translations::Translations;
 use super::wire_state::WireState;
 use super::zero_copy_backoff::Trial;
+use crate::frame::NetworkId;
 use crate::link::common::Common;
 use crate::link::inquiry::Inquiries;
 use crate::link::path::probe_health::NameTag;
@@ -17,6 +19,7 @@ use crate::link::socket::name::Name;
 use crate::link::socket::udp::{Oversize, Socket};
 use crate::wire::ethernet::Mac;
 use crate::wire::native::{HEADER_LEN, TAG_LEN};
+use crate::wire::translation::Conversation;
 
 /// Maximum reassembly memory of one link in bytes.
 const BUDGET: usize = 4 << 20;
@@ -38,6 +41,8 @@ pub(in crate::link) struct Native {
     pub(in crate::link) host_tag: OnceLock<NameTag>,
     /// Whether the two hosts hear each other's wire.
     pub(in crate::link) wire: WireState,
+    /// Conversations that the two hosts translate.
+    pub(in crate::link) translations: Translations,
     /// Tracks whether zero copy pays off on the path's device.
     pub(super) zero_copy: Arc<Trial>,
 }
@@ -54,13 +59,19 @@ impl Native {
             inquiries: Inquiries::default(),
             host_tag: OnceLock::new(),
             wire: WireState::default(),
+            translations: Translations::new(),
             zero_copy: Trial::new(link.stats.clone()),
         }
     }
 
-    /// Takes an announcement of direct ports, or a trial that arrived at `port` of this host; false if `probe` is neither.
+    /// Takes a message about translations or direct ports, or a trial that arrived at `port` of this host; false if `probe` is none.
     #[cold]
-    pub(super) fn takes_direct(&self, link: &Common, (probe, port): (&[u8], u16), now_ms: u64) -> bool {
+    pub(super) fn takes_agreement(&self, link: &Common, (probe, port): (&[u8], u16), now_ms: u64) -> bool {
+        self.takes_translations(link, probe, now_ms) || self.takes_direct(link, (probe, port), now_ms)
+    }
+
+    /// Takes an announcement of direct ports, or a trial that arrived at `port` of this host; false if `probe` is neither.
+    fn takes_direct(&self, link: &Common, (probe, port): (&[u8], u16), now_ms: u64) -> bool {
         let may = |guest: &DirectPort| {
             self.via.is_none() && link.carries(guest.network) && link.allows_source(guest.mac)
         };
@@ -68,6 +79,21 @@ impl Native {
             return self.direct.tried(probe, port, now_ms);
         };
         link.stats.direct_refused.add(refused);
+        true
+    }
+
+    /// Takes an offer or an acceptance of translations; false if `probe` is neither.
+    fn takes_translations(&self, link: &Common, probe: &[u8], now_ms: u64) -> bool {
+        let may = |conversation: &Conversation| {
+            self.seal.is_none()
+                && self.via.is_none()
+                && NetworkId::new(conversation.network).is_some_and(|network| link.carries(network))
+                && link.allows_source(conversation.src)
+        };
+        let Some(refused) = self.translations.offered(probe, may, now_ms) else {
+            return self.translations.accepted(probe, now_ms);
+        };
+        link.stats.translations_refused.add(refused);
         true
     }
 

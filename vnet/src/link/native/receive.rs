@@ -134,7 +134,7 @@ impl Assembly {
             Kind::Probe
                 if link.native().is_some_and(|native| {
                     let probe = (payload, datagram.socket.local().port());
-                    native.takes_direct(link, probe, intake.now_ms)
+                    native.takes_agreement(link, probe, intake.now_ms)
                 }) => {}
             Kind::Probe if link.seal().is_none() && link.path.is_own(payload) => {
                 link.path.note(Hint::LeadsHere, intake.now_ms);

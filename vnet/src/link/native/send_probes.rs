@@ -13,6 +13,7 @@ use crate::link::sealed::session::Seal;
 use crate::link::socket::name::Name;
 use crate::link::socket::udp::Socket;
 use crate::wire::native::{Header, Kind, TAG_LEN};
+use crate::wire::translation::Conversation;
 
 /// A native link.
 type Of<'a> = (&'a Common, &'a Native);
@@ -58,10 +59,35 @@ impl Courier {
         let _ = self.post(link, Kind::Probe, &probe_payload(id, tag, len));
     }
 
-    /// Tells the other host whether its trials of the wire arrive, once that is known. A send error counts as packet loss.
-    pub(in crate::link) fn wire_announcement(&self, link: Of<'_>, outlive: Duration, now_ms: u64) {
-        if let Some(announcement) = link.1.wire.announcement(outlive, now_ms) {
+    /// Tells the other host whether its trials of the wire arrive, once that is known, and `own`: how long this host's kernel forwards
+    /// established flows without vnetd, and whether it takes translated packets. A send error counts as packet loss.
+    pub(in crate::link) fn wire_announcement(&self, link: Of<'_>, own: (Duration, bool), now_ms: u64) {
+        if let Some(announcement) = link.1.wire.announcement(own, now_ms) {
             let _ = self.post(link, Kind::Probe, &announcement);
+        }
+    }
+
+    /// Sends the offers of translations that are due. A send error counts as packet loss.
+    pub(in crate::link) fn translation_offers(&self, link: Of<'_>, now_ms: u64) {
+        let (common, native) = link;
+        for offer in native.translations.offers(native.payload_of(common.path_mtu()), now_ms) {
+            let _ = self.post(link, Kind::Probe, &offer);
+        }
+    }
+
+    /// Accepts the offered conversations that programs know. `seen`: whether packets with an index have arrived lately, `None` if programs do
+    /// not know it; `proved`: translated packets of TCP, and of UDP, arrive. A send error counts as packet loss.
+    pub(in crate::link) fn translation_acceptance(
+        &self,
+        link: Of<'_>,
+        seen: impl Fn(u16, &Conversation) -> Option<bool>,
+        proved: [bool; 2],
+        now_ms: u64,
+    ) {
+        let (common, native) = link;
+        let len_max = native.payload_of(common.path_mtu());
+        if let Some(acceptance) = native.translations.acceptance(seen, proved, len_max, now_ms) {
+            let _ = self.post(link, Kind::Probe, &acceptance);
         }
     }
 

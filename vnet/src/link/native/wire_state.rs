@@ -20,8 +20,10 @@ use crate::wire::vxlan::WIRE_PORT;
 
 /// First bytes of an announcement's payload. Older hosts echo it like any probe.
 const MAGIC: [u8; 8] = *b"vnet-wir";
-/// Bytes of an announcement: magic, port of the wire, whether trials arrive, `outlive` in seconds, zeros.
+/// Bytes of an announcement: magic, port of the wire, whether trials arrive, `outlive` in seconds, [`TRANSLATES`], zeros.
 const LEN: usize = 16;
+/// The sending host takes translated packets (`translations`).
+const TRANSLATES: u8 = 1;
 /// Silence in milliseconds after which the wire is not used: three trials.
 const SILENCE_MS: u64 = 3_500;
 
@@ -34,6 +36,8 @@ pub(in crate::link) struct WireState {
     heard: AtomicU64,
     /// How long the other host's kernel forwards established flows without vnetd, in milliseconds.
     outlive_ms: AtomicU64,
+    /// True if the other host takes translated packets.
+    translates: AtomicBool,
     /// The first request for an announcement.
     began: AtomicU64,
     /// Readiness at the last call of [`WireState::change`].
@@ -53,15 +57,26 @@ impl WireState {
         }
         let Some(&[port_high, port_low, hears, high, low]) = payload.get(8..13) else { return true };
         if u16::from_be_bytes([port_high, port_low]) == WIRE_PORT {
+            let flags = payload.get(13).copied().unwrap_or(0);
+            self.translates.store(flags & TRANSLATES != 0, Relaxed);
             self.outlive_ms.store(1000 * u64::from(u16::from_be_bytes([high, low])), Relaxed);
             self.heard.store(if hears == 1 { now_ms + 1 } else { 0 }, Relaxed);
         }
         true
     }
 
+    /// Whether the other host has announced that it takes translated packets.
+    pub(in crate::link) fn translates(&self) -> bool {
+        self.translates.load(Relaxed)
+    }
+
     /// The announcement to send; `None` until this host knows whether trials arrive. `outlive`: how long this host's kernel
-    /// forwards established flows without vnetd.
-    pub(in crate::link) fn announcement(&self, outlive: Duration, now_ms: u64) -> Option<[u8; LEN]> {
+    /// forwards established flows without vnetd. `translates`: it takes translated packets.
+    pub(in crate::link) fn announcement(
+        &self,
+        (outlive, translates): (Duration, bool),
+        now_ms: u64,
+    ) -> Option<[u8; LEN]> {
         let tried = self.tried.load(Relaxed);
         let began = self.began.compare_exchange(0, now_ms + 1, Relaxed, Relaxed);
         let began = began.map_or_else(|began| began, |_| now_ms + 1);
@@ -74,6 +89,7 @@ impl WireState {
         payload[10] = u8::from(is_recent(tried, now_ms));
         let outlive_s = u16::try_from(outlive.as_secs()).unwrap_or(u16::MAX);
         payload[11..13].copy_from_slice(&outlive_s.to_be_bytes());
+        payload[13] = if translates { TRANSLATES } else { 0 };
         Some(payload)
     }
 
@@ -104,7 +120,7 @@ mod tests {
 
     /// Host 1's state after the announcement that host 2 sends at `now_ms`.
     fn announce(one: &WireState, two: &WireState, now_ms: u64) {
-        let announcement = two.announcement(OUTLIVE, now_ms).unwrap();
+        let announcement = two.announcement((OUTLIVE, false), now_ms).unwrap();
         assert!(one.announced(&announcement, now_ms));
     }
 
@@ -113,7 +129,7 @@ mod tests {
         let (one, two) = (WireState::default(), WireState::default());
         let change = |now_ms| one.change(Some(now_ms), now_ms);
         assert_eq!(change(0), None);
-        assert_eq!(two.announcement(OUTLIVE, 0), None, "not known yet");
+        assert_eq!(two.announcement((OUTLIVE, false), 0), None, "not known yet");
         two.tried(10);
         announce(&one, &two, 20);
         assert_eq!((change(20), change(20 + SILENCE_MS - 1)), (Some(true), None));
@@ -129,8 +145,8 @@ mod tests {
     #[test]
     fn a_host_without_trials_says_so_after_a_while() {
         let (one, two) = (WireState::default(), WireState::default());
-        assert_eq!(two.announcement(OUTLIVE, 100), None);
-        assert_eq!(two.announcement(OUTLIVE, 100 + SILENCE_MS - 1), None);
+        assert_eq!(two.announcement((OUTLIVE, false), 100), None);
+        assert_eq!(two.announcement((OUTLIVE, false), 100 + SILENCE_MS - 1), None);
         announce(&one, &two, 100 + SILENCE_MS);
         assert!(!one.is_ready(Some(100), 100 + SILENCE_MS));
     }
@@ -144,6 +160,16 @@ mod tests {
         let (alive_ms, end_ms) = (Some(1_500), 1_000 + OUTLIVE.as_millis() as u64);
         assert!(one.is_ready(alive_ms, end_ms - 1) && !one.is_ready(alive_ms, end_ms));
         assert!(!one.is_ready(Some(1_000 + SILENCE_MS), 20_000), "alive, but without the wire");
+    }
+
+    #[test]
+    fn a_host_says_whether_it_takes_translated_packets() {
+        let (one, two) = (WireState::default(), WireState::default());
+        two.tried(0);
+        for translates in [true, false] {
+            assert!(one.announced(&two.announcement((OUTLIVE, translates), 0).unwrap(), 0));
+            assert_eq!(one.translates(), translates);
+        }
     }
 
     #[test]
