@@ -21,6 +21,8 @@ from kernel_host import Host
 from vnetlab.run import run, wait_until
 
 WIRE_PORT = 9789
+TRANSLATED_PORT = 9790
+"""Of packets without a tunnel."""
 MAKES_DATAGRAMS = tuple(int(part) for part in os.uname().release.split(".")[:2]) >= (6, 6)
 """Whether programs make and take the wire's datagrams themselves, past its device."""
 UNDERLAY = ["192.0.2.1", "192.0.2.2"]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from conftest import PROGRAMS
-from kernel_pair import ADDRESSES, FAR, MACS, ONE, TWO, WIRE_PORT, Pair, pair
+from kernel_pair import ADDRESSES, FAR, MACS, ONE, TRANSLATED_PORT, TWO, WIRE_PORT, Pair, pair
 from packet_count import Packets
 from rule_changes import PORT, change_rules, datagrams, refused_datagrams
 
@@ -127,6 +127,8 @@ def test_no_frame_by_an_old_rule_of_the_senders_host(hosts: Pair):
     # The frame's own destination, its protocol, and its destination port, behind the wire's headers.
     flow = f"udp dst port {WIRE_PORT} and udp[16:4] = 0x{address[:8]} and udp[20:2] = 0x{address[8:]}"
     flow += f" and udp[28:2] = 0x0800 and udp[39] = 17 and udp[52:2] = {PORT}"
+    # Without a tunnel: its length, and its only byte.
+    flow = f"({flow}) or (udp dst port {TRANSLATED_PORT} and udp[4:2] = 9 and udp[8] = 0x78)"
     with (
         Packets(hosts.hosts[0].namespace, "eth0", flow) as packets,
         datagrams(hosts.containers[ONE], hosts.containers[FAR], ADDRESSES[FAR]),

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 from conftest import PROGRAMS
 from kernel_host import Host
-from kernel_pair import ADDRESSES, FAR, MAKES_DATAGRAMS, ONE, WIRE_PORT, Pair, pair
+from kernel_pair import ADDRESSES, FAR, MAKES_DATAGRAMS, ONE, TRANSLATED_PORT, WIRE_PORT, Pair, pair
 from packet_count import Packets
 
 from vnetlab import daemon
@@ -22,7 +22,6 @@ pytestmark = pytest.mark.skipif(not MAKES_DATAGRAMS, reason="programs take packe
 
 PROGRAM = str(PROGRAMS / "questions.py")
 PORT = 7000
-TRANSLATED_PORT = 9790
 LEASE_S = 3
 """How long a conversation is translated after the other host has accepted it last."""
 PROTOCOLS = ("tcp", "udp")

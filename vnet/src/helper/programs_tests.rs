@@ -116,7 +116,7 @@ fn links_are_pinned_in_the_hosts_folder() {
     let both = attach_by(&helper, &attach(By::Filter, Some(Pin::Link))).unwrap_err();
     assert_eq!(both.raw_os_error(), Some(libc::EINVAL), "a filter has no pin");
     // The next load adopts the maps.
-    let [flows, ..] = load_by(&helper, Some(&host.folder)).unwrap();
+    let [_, flows, ..] = load_by(&helper, Some(&host.folder)).unwrap();
     let id = |map: MapData| map.info().unwrap().id();
     let pinned = MapData::from_pin(host.map("flows")).unwrap();
     assert_eq!(id(MapData::from_fd(flows).unwrap()), id(pinned));
@@ -136,7 +136,7 @@ fn only_maps_of_vnet_in_a_bpffs_are_opened() {
         assert_eq!(text, format!("'{}' is no folder of vnet in a bpffs", folder.display()));
     }
     // Another program's map, which has a place for each key that these programs look up.
-    let [.., tallies] = load_by(&helper, None).unwrap();
+    let [.., tallies, _, _] = load_by(&helper, None).unwrap();
     MapData::from_fd(tallies).unwrap().pin(host.map("ports")).unwrap();
     let text = load_by(&helper, Some(&host.folder)).unwrap_err().to_string();
     assert_eq!(text, "the pinned map 'ports' is another program's");
