@@ -45,9 +45,9 @@ pub const ACCEPT_MS: u64 = 2_500;
 pub const KNOWN_MS: u64 = ACCEPT_MS + LEASE_MS + 2_000;
 /// Time in milliseconds after which a conversation without frames is offered no longer.
 pub const UNUSED_MS: u64 = 30_000;
-/// Time in milliseconds in which the other host must have seen packets of a conversation. Longer than it takes to notice that proofs do
-/// not arrive, either.
-const UNSEEN_MS: u64 = ACCEPT_MS + 1_500;
+/// Number of [`REPEAT_MS`] with frames of a conversation of which the other host sees none, after which it is barred. Longer than it takes to
+/// notice that proofs do not arrive, either.
+const UNSEEN_MAX: u32 = 4;
 /// Minimum time in milliseconds from one wake-up of the thread that applies messages to the next.
 const WAKE_MS: u64 = 20;
 
@@ -62,8 +62,8 @@ struct Offered {
     /// Number of its frames, and when that was new.
     frames: u32,
     used_ms: u64,
-    /// The first frame that left translated since the other host has seen one last.
-    unseen_ms: Option<u64>,
+    /// How often it had new frames since the other host has seen one last.
+    unseen: u32,
     /// Its packets do not arrive: it takes the tunnel as long as it is in use.
     is_barred: bool,
 }
@@ -188,7 +188,7 @@ impl Translations {
             accepted_ms: None,
             frames: 0,
             used_ms: now_ms,
-            unseen_ms: None,
+            unseen: 0,
             is_barred: false,
         };
         mine.list.insert(index, offered);
@@ -237,7 +237,7 @@ impl Translations {
             let is_seen = accepted.get(index);
             offered.accepted_ms = is_seen.and(offered.told_ms).map(|_| now_ms);
             if is_seen == Some(&true) {
-                offered.unseen_ms = None;
+                offered.unseen = 0;
             }
         }
         drop(mine);
@@ -259,7 +259,7 @@ impl Translations {
         self.mine.lock().list.values().map(|offered| offered.is).collect()
     }
 
-    /// Notes how many frames conversations have had. Withdraws those that have had none for a while, and bars those whose packets the other
+    /// Notes every [`REPEAT_MS`] how many frames conversations have had. Withdraws those that have had none for a while, and bars those whose packets the other
     /// host does not see. Returns the number of the latter.
     pub(crate) fn used(&self, frames: &BTreeMap<Conversation, u32>, now_ms: u64) -> usize {
         let mut mine = self.mine.lock();
@@ -268,16 +268,13 @@ impl Translations {
         list.retain(|_, offered| {
             let is_leased = mine.lease(offered, now_ms).is_some();
             if !is_leased {
-                offered.unseen_ms = None;
+                offered.unseen = 0;
             }
             if let Some(now) = frames.get(&offered.is).filter(|now| **now != offered.frames) {
                 (offered.frames, offered.used_ms) = (*now, now_ms);
-                if is_leased {
-                    offered.unseen_ms.get_or_insert(now_ms);
-                }
+                offered.unseen += u32::from(is_leased);
             }
-            let is_lost = |since_ms: u64| now_ms.saturating_sub(since_ms) >= UNSEEN_MS;
-            if !offered.is_barred && offered.unseen_ms.is_some_and(is_lost) {
+            if !offered.is_barred && offered.unseen > UNSEEN_MAX {
                 offered.is_barred = true;
                 barred += 1;
             }
@@ -420,20 +417,19 @@ mod tests {
         for port in [1, 2] {
             one.want(conversation(port), GUEST, 0);
         }
-        let mut count = 0;
-        for now_ms in (0..=UNSEEN_MS + 1000).step_by(500) {
+        for count in 1..=UNSEEN_MAX + 2 {
+            let now_ms = u64::from(count) * REPEAT_MS;
             for offer in one.offers(1400, now_ms) {
                 two.offered(&offer, |_| true, now_ms);
             }
             let seen = |_: u16, is: &Conversation| Some(is.source.port() == 2);
             one.accepted(&two.acceptance(seen, [true, true], 1400, now_ms).unwrap(), now_ms);
-            count += 1;
             let both = frames(&[(conversation(1), count), (conversation(2), count)]);
             let barred = one.used(&both, now_ms);
-            assert_eq!(barred, usize::from(now_ms == UNSEEN_MS));
-            assert_eq!(one.leased(now_ms).len(), 2 - usize::from(now_ms >= UNSEEN_MS), "{now_ms}");
+            assert_eq!(barred, usize::from(count == UNSEEN_MAX + 1));
+            assert_eq!(one.leased(now_ms).len(), 2 - usize::from(count > UNSEEN_MAX), "{now_ms}");
         }
-        let now_ms = UNSEEN_MS + 2000;
+        let now_ms = u64::from(UNSEEN_MAX + 3) * REPEAT_MS;
         assert_eq!(Offer::parse(&one.offers(1400, now_ms)[0]).unwrap().0.conversations.len(), 1);
         one.want(conversation(1), GUEST, now_ms);
         assert_eq!(one.wanted().len(), 2, "it is known");
