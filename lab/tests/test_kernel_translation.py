@@ -18,8 +18,6 @@ from packet_count import Packets
 from vnetlab import daemon
 from vnetlab.run import run, wait_until
 
-pytestmark = pytest.mark.skipif(not MAKES_DATAGRAMS, reason="programs take packets at the underlay since Linux 6.6")
-
 PROGRAM = str(PROGRAMS / "questions.py")
 PORT = 7000
 LEASE_S = 3
@@ -29,6 +27,7 @@ PROTOCOLS = ("tcp", "udp")
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    assert MAKES_DATAGRAMS, "programs take packets at the underlay's device since Linux 6.6"
     with pair(f"kt{os.getpid()}", tmp_path_factory.mktemp("kernel-translation")) as made, answering(made):
         yield made
 
@@ -66,6 +65,12 @@ def translated(hosts: Pair) -> list[int]:
     return [host.ask("status")["kernel"]["translated"] for host in hosts.hosts]
 
 
+def tunnel_reason(hosts: Pair, index: int) -> str | None:
+    """Why packets of a host's connections take the tunnel."""
+    (link,) = hosts.hosts[index].ask("link", "list")
+    return link.get("tunnel_reason")
+
+
 def wait_for_translation(hosts: Pair) -> None:
     """Waits until both directions are translated."""
     wait_until("both directions to be translated", lambda: min(translated(hosts)) >= 1, 60)
@@ -99,6 +104,7 @@ def test_established_conversations_need_no_tunnel(hosts: Pair, protocol: str):
         wait_for_translation(hosts)
         assert packets(hosts, protocol, TRANSLATED_PORT) > 50
         assert packets(hosts, "udp", WIRE_PORT) < 20, "trials, and neighbours' probes"
+        assert [tunnel_reason(hosts, index) for index in (0, 1)] == [None, None]
         assert hosts.hosts[0].metric("vnet_kernel_translated{}") >= 1
     assert said["answered"] > 100
     assert said["missed"] == 0
@@ -124,6 +130,8 @@ def test_a_host_may_refuse(hosts: Pair):
         with asking(hosts, "tcp") as said:
             time.sleep(2 * LEASE_S)
             assert translated(hosts) == [0, 0]
+            assert tunnel_reason(hosts, 0) == "translate is off"
+            assert tunnel_reason(hosts, 1) == "the other host takes no packets without one"
             assert packets(hosts, "tcp", TRANSLATED_PORT) == 0
         assert said["answered"] > 100
     finally:
@@ -155,8 +163,10 @@ def test_a_firewall_leaves_them_in_the_tunnel(hosts: Pair):
     with blocked(hosts, f"udp dst port {TRANSLATED_PORT}"):
         with asking(hosts, "udp") as said:
             wait_until("the other direction", lambda: translated(hosts)[1] >= 1, 60)
-            time.sleep(LEASE_S)
+            lost = f"packets to UDP port {TRANSLATED_PORT} do not arrive at the other host"
+            wait_until("the reason", lambda: tunnel_reason(hosts, 0) == lost, 60)
             assert translated(hosts)[0] == 0
+            assert f"by a tunnel: {lost}" in hosts.hosts[0].vnet("link", "list")
         assert said["missed"] == 0
         with asking(hosts, "tcp") as said:
             wait_for_translation(hosts)

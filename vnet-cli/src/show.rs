@@ -259,7 +259,8 @@ fn link_note(link: &Link) -> String {
     let soon = soon.map(|left_s| format!("certificate of {} {}", link.settings.text("peer"), ends(left_s)));
     let by_kernel = (link.path == "kernel").then(|| "known flows pass in the kernel".to_string());
     let by_vnetd = link.path_reason.as_ref().map(|why| format!("no kernel path: {why}"));
-    let notes = [link.reason.clone(), by_kernel, by_vnetd, link.direct_note(), soon];
+    let tunnel = link.tunnel_reason.as_ref().map(|why| format!("by a tunnel: {why}"));
+    let notes = [link.reason.clone(), by_kernel, tunnel, by_vnetd, link.direct_note(), soon];
     notes.into_iter().flatten().collect::<Vec<_>>().join("; ")
 }
 

@@ -165,6 +165,7 @@ impl Engine {
                 loss_permille: probed.loss_permille,
                 path: if by_kernel == Some(Ok(())) { "kernel" } else { "vnetd" }.into(),
                 path_reason: by_kernel.and_then(Result::err),
+                tunnel_reason: self.tunnel_reason(link),
                 direct_guests: direct_guests(link),
                 traffic: (&**link).into(),
                 heard_s: heard_s.or_else(|| link.stream_heard_s()),
@@ -256,6 +257,12 @@ impl Engine {
             interface_reason,
             link_reason: kernel.and_then(|_| link_reason(links)),
         })
+    }
+
+    /// Why packets of connections that the kernel sends by a link take a tunnel; `None` for a link whose frames vnetd forwards.
+    fn tunnel_reason(&self, link: &Arc<Link>) -> Option<String> {
+        self.core.kernel_reaches(link)?.ok()?;
+        self.core.tunnel_reason(link).map(Into::into)
     }
 
     /// Connections and UDP flows of guests whose packets leave for other hosts without a tunnel.

@@ -319,6 +319,9 @@ pub struct Link {
     /// Why vnetd forwards all frames of the link; absent if no interface has the path `kernel`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub path_reason: Option<String>,
+    /// With path `kernel`: why packets of connections take a tunnel, all of them or those of one protocol; absent if nothing is in their way.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tunnel_reason: Option<String>,
     /// The other host's guests with direct ports.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub direct_guests: Vec<DirectGuest>,

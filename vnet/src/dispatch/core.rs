@@ -403,6 +403,11 @@ impl Core {
         Some(self.shared.kernel_path()?.reaches(link, self.now_ms()))
     }
 
+    /// Why packets of connections that the kernel sends to the other host of `link` take a tunnel; `None` if nothing is in their way.
+    pub fn tunnel_reason(&self, link: &Link) -> Option<&'static str> {
+        self.shared.kernel_path()?.tunnel_reason(link, self.now_ms())
+    }
+
     /// Adds frames that the kernel forwarded to their ports' counters. Call it before reading the counters.
     pub fn count(&self) {
         if let Some(path) = self.shared.kernel_path() {

@@ -39,7 +39,7 @@ use crate::interface::tap::TapError;
 use crate::interface::wire::Wire;
 use crate::interface::{Interface, KernelDevice, LeadsTo, headroom, veth, wire};
 use crate::kernel::{Destination, Kernel, Known, Sender, Target, Terms, now_ns};
-use crate::link::{Courier, Link, Tunnel};
+use crate::link::{Courier, Link, Tunnel, WireTerms};
 use crate::route::{Answer, Flow, INSTALLED_MS, Install, Installed, Learned, Router, Verdicts};
 use crate::stats::PortStats;
 use crate::wire::vxlan::WIRE_PORT;
@@ -364,17 +364,15 @@ impl KernelPath {
         courier: &Courier,
         strangers: &Arc<PortStats>,
     ) -> Result<Arc<WirePath>, String> {
-        let (wire, hosts) = (
-            wire.map_err(|error| error.to_string())?,
-            ((self.outlive, self.translates), self.tunnels.clone()),
-        );
+        let wire = wire.map_err(|error| error.to_string())?;
+        let announced = WireTerms { outlive: self.outlive, translates: self.translates };
         let sealed = self.installer.sealed.clone();
         let wire = WirePath::open(
             self.kernel(),
             wire,
             courier.clone(),
             (strangers.clone(), sealed, self.learned.clone()),
-            hosts,
+            (announced, self.tunnels.clone()),
         )?;
         self.wire.store(Some(wire.clone()));
         Ok(wire)
@@ -399,6 +397,11 @@ impl KernelPath {
         }
         let failed = self.no_wire.lock();
         Err(failed.as_ref().map_or("the wire is not open".into(), |(_, error)| error.clone()))
+    }
+
+    /// Why packets of connections to the other host of `link` take the tunnel, in one line; `None` if nothing is in their way.
+    pub(super) fn tunnel_reason(&self, link: &Link, now_ms: u64) -> Option<&'static str> {
+        self.wire.load().as_ref()?.tunnel_reason(link, now_ms)
     }
 
     /// Where routers of `setup` offer their verdicts.

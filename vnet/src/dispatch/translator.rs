@@ -1,28 +1,27 @@
 //! Translations, joined to dispatchers: which conversations of guests leave without a tunnel, and which of other hosts arrive so.
 //!
-//! The renewer calls [`Translator::tick`] in each of its rounds, and when a message has arrived. It takes the conversations with many frames
-//! from the programs, has links offer them (`link/native/translations.rs`), tells the programs which are accepted, and accepts those of
-//! other hosts once the programs know them. Everything has an end of its own: what is not renewed takes the tunnel again.
+//! The renewer calls [`Translator::tick`] in each of its rounds, every [`POLL`], and when a message has arrived. It takes the conversations
+//! with many frames from the programs, has links offer them (`link/native/translations.rs`), leases to the programs those that are
+//! accepted, and accepts those of other hosts once the programs know them. A lease that is not renewed ends: then frames take the tunnel.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::net::Ipv4Addr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::wire_path::WirePath;
-use crate::kernel::{Index, Kernel, TranslationMaps, Wanted};
+use crate::kernel::{Index, Kernel, Seen, TranslationMaps, Wanted};
 use crate::link::Link;
 use crate::link::translations::{ACCEPT_MS, KNOWN_MS, LEASE_MS, REPEAT_MS, Translations};
 use crate::stats::DiscardReason;
 use crate::wire::translation::{Conversation, Transport};
 
 const NS_PER_MS: u64 = 1_000_000;
-/// Maximum number of conversations that are taken from the programs in a round.
-const WANTED_MAX: usize = 256;
+/// Maximum number of conversations that are taken from the programs at a time: guests that make many of them take little of the renewer.
+const WANTED_MAX: usize = 32;
 /// Time in milliseconds from a link's first round to its first offer: leases of an earlier vnetd, or of the link before it, have ended, and
 /// packets with their indices have arrived.
 const SETTLED_MS: u64 = LEASE_MS + 1_000;
-
 /// Time between two looks for conversations with many frames.
 const POLL: Duration = Duration::from_millis(50);
 
@@ -33,20 +32,21 @@ type Now = (u64, u64);
 struct Host {
     remote: Ipv4Addr,
     link: Arc<Link>,
-    /// Time of the first offer.
+    /// Earliest time of the first offer.
     settled_ms: u64,
-    /// What programs know of its indices, and since when it is offered no longer.
+    /// Its conversations that programs restore, by index, each with the time since when it is no longer offered.
     installed: BTreeMap<u16, (Conversation, Option<u64>)>,
-    /// Until when programs translate for it.
+    /// Conversations to it that programs translate, each with the end of its lease.
     leased: HashMap<Conversation, u64>,
-    /// The last acceptance, and what it said of proofs.
-    accepted_ms: Option<u64>,
+    /// The last look at its proofs, with an acceptance if it offers anything; and which of TCP and UDP had arrived then.
+    looked_ms: Option<u64>,
     proved: [bool; 2],
-    /// The last proofs that were sent.
-    sent_ms: Option<u64>,
-    /// Since when packets are expected, and until when.
-    expects: Option<u64>,
-    /// Lost packets that are counted.
+    /// When frames were counted last, and when proofs were sent last.
+    counted_ms: Option<u64>,
+    proofs_ms: Option<u64>,
+    /// When it could send translated packets last; `None`: programs restore none.
+    expected_ms: Option<u64>,
+    /// Its lost packets that the link's counters have, of TCP and UDP.
     lost: [u64; 2],
 }
 
@@ -58,7 +58,7 @@ pub(super) struct Translator {
     began_ms: Option<u64>,
     /// Indices that an earlier vnetd has accepted, until the other hosts' leases have ended.
     adopted: Vec<Index>,
-    /// The kernel tells of no conversations.
+    /// The kernel has refused to tell of conversations, which was logged.
     is_refused: bool,
 }
 
@@ -82,7 +82,7 @@ impl Translator {
             if link.peer_translates() {
                 wait = POLL;
             }
-            if !translations.has_arrived() && !all {
+            if !translations.has_news() && !all {
                 continue;
             }
             translations.apply_here();
@@ -91,13 +91,13 @@ impl Translator {
             if !Arc::ptr_eq(&host.link, &link) {
                 host.replace_link(link.clone(), maps, now.0);
             }
-            if wire.translates(&link, now.0) && now.0 >= host.settled_ms {
+            if wire.translates(&link, now.0).is_ok() && now.0 >= host.settled_ms {
                 host.send(translations, (wire, maps), now);
             } else {
                 translations.withdraw_all();
                 host.end_leases(maps);
             }
-            if wire.takes_translated(&link) && link.peer_translates() {
+            if wire.takes_translated(&link).is_ok() && link.peer_translates() {
                 host.receive(translations, (wire, maps), now);
             } else {
                 host.refuse(maps, now.0);
@@ -118,15 +118,20 @@ impl Translator {
         now_ms: u64,
     ) {
         for _ in 0..WANTED_MAX {
-            let Some(wanted) = self.next_wanted(maps) else { return };
-            for (remote, link) in links {
-                let Some(translations) = link.translations() else { continue };
-                if *remote != wanted.remote {
-                    // The destination may have been there.
-                    translations.withdraw(&wanted.is);
-                } else if wire.translates(link, now_ms) {
-                    translations.want(wanted.is, wanted.from, now_ms);
+            let Some(Wanted { is, remote, from }) = self.next_wanted(maps) else { return };
+            for host in self.hosts.values_mut().filter(|host| host.remote != remote) {
+                // The destination was there before.
+                if host.end(&is, maps)
+                    && let Some(translations) = host.link.translations()
+                {
+                    translations.withdraw(&is);
                 }
+            }
+            let link = links.iter().find(|(there, _)| *there == remote).map(|(_, link)| link);
+            if let Some(link) = link.filter(|link| wire.translates(link, now_ms).is_ok())
+                && let Some(translations) = link.translations()
+            {
+                translations.want(is, from, now_ms);
             }
         }
     }
@@ -155,7 +160,7 @@ impl Translator {
     fn forget_adopted(&mut self, maps: &TranslationMaps) {
         for index in std::mem::take(&mut self.adopted) {
             let knows = |host: &Host| match host.installed.get(&index.index) {
-                _ if index.index == 0 => host.expects.is_some(),
+                _ if index.index == 0 => host.expected_ms.is_some(),
                 Some((is, _)) => is.transport == index.transport,
                 None => false,
             };
@@ -176,10 +181,11 @@ impl Host {
             settled_ms: now_ms + SETTLED_MS,
             installed: BTreeMap::new(),
             leased: HashMap::new(),
-            accepted_ms: None,
+            looked_ms: None,
             proved: [false; 2],
-            sent_ms: None,
-            expects: None,
+            counted_ms: None,
+            proofs_ms: None,
+            expected_ms: None,
             lost: Transport::ALL.map(lost),
         }
     }
@@ -188,7 +194,7 @@ impl Host {
     fn replace_link(&mut self, link: Arc<Link>, maps: &TranslationMaps, now_ms: u64) {
         self.end_leases(maps);
         (self.link, self.settled_ms) = (link, now_ms + SETTLED_MS);
-        (self.accepted_ms, self.sent_ms) = (None, None);
+        (self.looked_ms, self.counted_ms, self.proofs_ms) = (None, None, None);
     }
 
     /// Offers conversations, proves that translated packets arrive, and has programs translate what is accepted.
@@ -198,21 +204,20 @@ impl Host {
         (wire, maps): (&WirePath, &TranslationMaps),
         (now_ms, now_ns): Now,
     ) {
-        if !is_early(self.sent_ms, now_ms) {
-            self.sent_ms = Some(now_ms);
+        if !is_early(self.counted_ms, now_ms) {
+            self.counted_ms = Some(now_ms);
             self.note_use(translations, maps, now_ms);
-            if translations.is_offering() {
-                // Before the offers, so that their first acceptance says that proofs arrive.
-                wire.prove(&self.link);
-            }
-        } else if translations.is_offering() && self.leased.is_empty() {
+        }
+        if translations.is_offering() && !is_early(self.proofs_ms, now_ms) {
+            self.proofs_ms = Some(now_ms);
+            // Before the offers, so that their first acceptance says that proofs arrive.
             wire.prove(&self.link);
         }
         wire.courier().offer_translations(&self.link, now_ms);
         let leased = translations.leased(now_ms);
-        let ended: Vec<_> =
-            self.leased.keys().filter(|is| !leased.iter().any(|lease| lease.is == **is)).copied().collect();
-        ended.iter().for_each(|is| self.end(is, maps));
+        let lasting: HashSet<_> = leased.iter().map(|lease| lease.is).collect();
+        let ended: Vec<_> = self.leased.keys().filter(|is| !lasting.contains(is)).copied().collect();
+        ended.iter().for_each(|is| _ = self.end(is, maps));
         for lease in leased {
             let until_ns = now_ns + (lease.until_ms - now_ms) * NS_PER_MS;
             let is_new = self.leased.insert(lease.is, lease.until_ms) != Some(lease.until_ms);
@@ -233,10 +238,13 @@ impl Host {
         }
     }
 
-    fn end(&mut self, is: &Conversation, maps: &TranslationMaps) {
-        if self.leased.remove(is).is_some() {
+    /// Ends the lease of a conversation; false if it has none.
+    fn end(&mut self, is: &Conversation, maps: &TranslationMaps) -> bool {
+        let had_one = self.leased.remove(is).is_some();
+        if had_one {
             maps.end(is, self.remote);
         }
+        had_one
     }
 
     fn end_leases(&mut self, maps: &TranslationMaps) {
@@ -251,9 +259,9 @@ impl Host {
         (wire, maps): (&WirePath, &TranslationMaps),
         (now_ms, now_ns): Now,
     ) {
-        self.expects = Some(now_ms);
+        self.expected_ms = Some(now_ms);
         let has_changed = self.install(translations.known(now_ms), maps, now_ms);
-        if !has_changed && self.installed.is_empty() && self.accepted_ms.is_some() {
+        if self.installed.is_empty() && is_early(self.looked_ms, now_ms) {
             return;
         }
         let is_recent = |seen_ns: u64| seen_ns != 0 && now_ns.saturating_sub(seen_ns) < ACCEPT_MS * NS_PER_MS;
@@ -261,11 +269,10 @@ impl Host {
         for (at, transport) in Transport::ALL.into_iter().enumerate() {
             let Some(seen) = maps.expect_proof(self.remote, transport) else { continue };
             proved[at] = is_recent(seen.seen_ns);
-            let lost = seen.lost.saturating_sub(std::mem::replace(&mut self.lost[at], seen.lost));
-            self.link.stats().discard(DiscardReason::UnknownIndex, lost);
+            self.count_lost(at, seen);
         }
-        if has_changed || proved != self.proved || !is_early(self.accepted_ms, now_ms) {
-            (self.accepted_ms, self.proved) = (Some(now_ms), proved);
+        if has_changed || proved != self.proved || !is_early(self.looked_ms, now_ms) {
+            (self.looked_ms, self.proved) = (Some(now_ms), proved);
             let seen = |index: u16, is: &Conversation| {
                 let is_known = self.installed.get(&index).is_some_and(|(known, _)| known == is);
                 let at = Index { remote: self.remote, index, transport: is.transport };
@@ -273,6 +280,12 @@ impl Host {
             };
             wire.courier().accept_translations(&self.link, seen, proved, now_ms);
         }
+    }
+
+    /// Adds new lost packets to the link's counters.
+    fn count_lost(&mut self, transport: usize, seen: Seen) {
+        let before = std::mem::replace(&mut self.lost[transport], seen.lost);
+        self.link.stats().discard(DiscardReason::UnknownIndex, seen.lost.saturating_sub(before));
     }
 
     /// Tells the programs of `known` indices, and forgets others after a while. Returns whether there are new ones.
@@ -303,22 +316,28 @@ impl Host {
         has_changed
     }
 
-    /// Takes translated packets only as long as the other host may still send some.
+    /// Offers are not accepted any more. Programs restore packets until the last acceptances have ended.
     fn refuse(&mut self, maps: &TranslationMaps, now_ms: u64) {
-        if self.expects.is_some_and(|expects| now_ms.saturating_sub(expects) >= KNOWN_MS) {
+        if self.expected_ms.is_some_and(|expected_ms| now_ms.saturating_sub(expected_ms) >= KNOWN_MS) {
             self.forget(maps);
         }
     }
 
-    /// Forgets what the other host's indices stand for: translated packets from there are none any more.
+    /// Has programs leave packets of this host to port 9790 to the host's network stack.
     fn forget(&mut self, maps: &TranslationMaps) {
         for (index, (is, _)) in std::mem::take(&mut self.installed) {
             maps.remove(Index { remote: self.remote, index, transport: is.transport });
         }
-        for transport in Transport::ALL {
-            maps.remove(Index { remote: self.remote, index: 0, transport });
+        for (at, transport) in Transport::ALL.into_iter().enumerate() {
+            let index = Index { remote: self.remote, index: 0, transport };
+            if let Some(seen) = maps.seen(index) {
+                self.count_lost(at, seen);
+            }
+            maps.remove(index);
+            // It counts anew when proofs are expected again.
+            self.lost[at] = 0;
         }
-        (self.expects, self.accepted_ms) = (None, None);
+        (self.expected_ms, self.looked_ms) = (None, None);
     }
 }
 

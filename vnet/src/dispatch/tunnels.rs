@@ -17,14 +17,16 @@ use parking_lot::Mutex;
 use super::setup::Setup;
 use crate::interface::underlay::{self, Way};
 use crate::interface::wire::OVERHEAD;
-use crate::kernel::{AtUnderlay, Destination, End, Kernel, Known, Peer, Sources, Target, Underlay};
+use crate::kernel::{
+    AtUnderlay, Destination, End, Kernel, Known, Peer, Sources, Target, Translates, Underlay,
+};
 use crate::link::{Link, Tunnel};
 use crate::wire::vxlan::WIRE_PORT;
 
 /// Target number of route queries per tick: with more links, ticks pass between two queries.
 const ROUTES_PER_TICK: usize = 64;
-/// Ticks, of a second each, within which the wire to other hosts becomes ready after a start.
-const LOOKING_TICKS: usize = 5;
+/// Ticks, of a second each, after which routes are known: the wire to other hosts is ready by then.
+const START_TICKS: usize = 5;
 /// Time from a failure to attach a program to a device of the underlay to the next attempt.
 const ATTACH_AGAIN_MS: u64 = 60_000;
 
@@ -48,7 +50,7 @@ pub(super) struct Tunnels {
     programs: Mutex<HashMap<u32, UnderlayDevice>>,
     ticks: AtomicUsize,
     /// True once routes are known: those of an earlier vnetd count until then.
-    has_looked: AtomicBool,
+    knows_routes: AtomicBool,
     publishing: Mutex<()>,
 }
 
@@ -69,7 +71,7 @@ impl Tunnels {
             roads: ArcSwap::default(),
             programs: Mutex::default(),
             ticks: AtomicUsize::new(0),
-            has_looked: AtomicBool::new(false),
+            knows_routes: AtomicBool::new(false),
             publishing: Mutex::default(),
         }
     }
@@ -123,7 +125,7 @@ impl Tunnels {
             packet_max: packet_max as u32,
             underlay: Some(road.underlay),
             sources: Sources::Owned(first, count),
-            translates: None,
+            translates: Translates::Nothing,
         };
         Some(Destination {
             port: link.port(),
@@ -194,7 +196,7 @@ impl Tunnels {
         let peer = |(end, link): (&End, &Arc<Link>)| {
             (*end, Peer { port: link.port(), underlay: roads.get(end).map(|road| road.underlay) })
         };
-        let keeps = !self.has_looked.load(Relaxed) && !underlay::has_ipsec_policies();
+        let keeps = !self.knows_routes.load(Relaxed) && !underlay::has_ipsec_policies();
         if let Err(error) = kernel.set_peers(&links.iter().map(peer).collect(), keeps) {
             tracing::warn!("the kernel does not take the datagrams of some links: {error}");
         }
@@ -231,8 +233,8 @@ impl Tunnels {
             });
         }
         let before = self.roads.swap(Arc::new(found.clone()));
-        let was_looking = tick >= LOOKING_TICKS && !self.has_looked.swap(true, Relaxed);
-        if *before == found && !was_looking {
+        let knows_now = tick >= START_TICKS && !self.knows_routes.swap(true, Relaxed);
+        if *before == found && !knows_now {
             return vec![];
         }
         self.set_peers(kernel);

@@ -14,15 +14,14 @@ use std::io;
 use std::net::{Ipv4Addr, SocketAddrV4};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::time::Duration;
 
 use super::sealed_sessions::SealedSessions;
 use super::setup::{Feeder, Port, SendNeighbours, Setup, SetupView, SourceParts};
 use super::tunnels::Tunnels;
 use crate::frame::{Batch, DropSink, FRAME_MAX, Frame, NetworkId, Origin, PortId, Selection};
 use crate::interface::wire::{OVERHEAD, PACKET_MAX, Wire, is_trial};
-use crate::kernel::{Attached, Destination, Kernel, Sources, Target, WireHead};
-use crate::link::{Courier, Link};
+use crate::kernel::{Attached, Destination, Kernel, Sources, Target, Translates, WireHead};
+use crate::link::{Courier, Link, WireTerms};
 use crate::poll::Waker;
 use crate::route::{Learned, explain};
 use crate::source::{Source, Taken};
@@ -50,8 +49,8 @@ pub(super) struct WirePath {
     _attached: Attached,
     wire: Wire,
     courier: Courier,
-    /// How long the kernel forwards established flows without vnetd, and whether packets may be translated; announced to other hosts.
-    own: (Duration, bool),
+    /// What this host announces; it translates only over links that can.
+    announced: WireTerms,
     tunnels: Arc<Tunnels>,
     /// Counters of frames that belong to no link.
     strangers: Arc<PortStats>,
@@ -60,8 +59,7 @@ pub(super) struct WirePath {
 }
 
 impl WirePath {
-    /// Attaches `kernel`'s programs to the devices of `wire`. `own` is how long the kernel forwards established flows without vnetd, and
-    /// whether packets may be translated.
+    /// Attaches `kernel`'s programs to the devices of `wire`. `announced` is what this host tells others.
     ///
     /// # Errors
     /// The reason why there is no wire, in one line.
@@ -70,7 +68,7 @@ impl WirePath {
         wire: Wire,
         courier: Courier,
         (strangers, sealed, learned): (Arc<PortStats>, Arc<SealedSessions>, Arc<Learned>),
-        (own, tunnels): ((Duration, bool), Arc<Tunnels>),
+        (announced, tunnels): (WireTerms, Arc<Tunnels>),
     ) -> Result<Arc<WirePath>, String> {
         let attached = kernel.attach_wire(&wire.device, &wire.tap).map_err(|error| error.to_string())?;
         wire.raise().map_err(|error| format!("cannot set up the wire: {error}"))?;
@@ -79,7 +77,7 @@ impl WirePath {
             _attached: attached,
             wire,
             courier,
-            own,
+            announced,
             tunnels,
             strangers,
             sealed,
@@ -105,7 +103,11 @@ impl WirePath {
             packet_max: packet_max as u32,
             underlay: self.tunnels.underlay(link),
             sources: Sources::Wire,
-            translates: self.translates(link, now_ms).then_some(mtu <= usize::from(link.path_mtu())),
+            translates: match self.translates(link, now_ms) {
+                Err(_) => Translates::Nothing,
+                Ok(()) if mtu > link.path_mtu().into() => Translates::NoUdpSuperFrames,
+                Ok(()) => Translates::All,
+            },
         };
         let (port, device, stats) = (link.port(), self.wire.device.1, link.stats().clone());
         Some(Destination { port, device, mtu: PACKET_MAX, stats, target })
@@ -135,14 +137,43 @@ impl WirePath {
         &self.courier
     }
 
-    /// Whether packets to the other host of `link` may be translated.
-    pub(super) fn translates(&self, link: &Link, now_ms: u64) -> bool {
-        self.takes_translated(link) && link.peer_translates() && link.is_wire_ready(now_ms)
+    /// Checks that packets to the other host of `link` may be translated.
+    ///
+    /// # Errors
+    /// The reason why they take the tunnel.
+    pub(super) fn translates(&self, link: &Link, now_ms: u64) -> Result<(), &'static str> {
+        self.takes_translated(link)?;
+        if !link.peer_translates() || !link.is_wire_ready(now_ms) {
+            return Err("the other host takes no packets without one");
+        }
+        Ok(())
     }
 
-    /// Whether programs take translated packets from the other host of `link`.
-    pub(super) fn takes_translated(&self, link: &Link) -> bool {
-        self.own.1 && !link.needs_seal() && self.tunnels.underlay(link).is_some()
+    /// Why packets of connections to the other host of `link` take the tunnel, or would; `None` if nothing is in their way.
+    pub(super) fn tunnel_reason(&self, link: &Link, now_ms: u64) -> Option<&'static str> {
+        let lost = || match link.translations()?.unproved(now_ms) {
+            [true, true] => Some("packets to TCP and UDP port 9790 do not arrive at the other host"),
+            [true, false] => Some("packets to TCP port 9790 do not arrive at the other host"),
+            [false, true] => Some("packets to UDP port 9790 do not arrive at the other host"),
+            [false, false] => None,
+        };
+        self.translates(link, now_ms).err().or_else(lost)
+    }
+
+    /// Checks that programs take translated packets from the other host of `link`.
+    ///
+    /// # Errors
+    /// The reason why they do not.
+    pub(super) fn takes_translated(&self, link: &Link) -> Result<(), &'static str> {
+        if !self.announced.translates {
+            Err("translate is off")
+        } else if link.needs_seal() {
+            Err("it is sealed")
+        } else if self.tunnels.underlay(link).is_none() {
+            Err("no device that takes programs leads to its remote")
+        } else {
+            Ok(())
+        }
     }
 
     /// Sends translated packets of the largest size that carry nothing to the other host of `link`.
@@ -158,7 +189,8 @@ impl WirePath {
     pub(super) fn tick(&self, kernel: &Kernel, now_ms: u64) {
         for (ip, link) in &self.tunnels.wire_links() {
             self.wire.try_out(*ip);
-            self.courier.announce_wire(link, (self.own.0, self.takes_translated(link)), now_ms);
+            let translates = self.takes_translated(link).is_ok();
+            self.courier.announce_wire(link, WireTerms { translates, ..self.announced }, now_ms);
             match link.wire_change(now_ms) {
                 Some(true) if link.needs_seal() => {
                     tracing::info!(link = link.name(), "what applications have sealed takes the wire");

@@ -92,10 +92,20 @@ pub enum Target {
         underlay: Option<Underlay>,
         /// Their source ports.
         sources: Sources,
-        /// The other host takes translated packets, and whether also super-frames of UDP may be translated: the guest's packets are not
-        /// longer than the path's.
-        translates: Option<bool>,
+        /// Which frames may be translated.
+        translates: Translates,
     },
+}
+
+/// Frames to another host that may leave without a tunnel (`translations`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Translates {
+    /// None: the other host takes no such packets.
+    Nothing,
+    /// All but super-frames of UDP, whose segments may be as long as the guest's MTU, which is larger than the path's.
+    NoUdpSuperFrames,
+    /// All.
+    All,
 }
 
 /// Source ports of datagrams that programs make. A flow has one of them.
@@ -389,9 +399,9 @@ impl Target {
                     port_mask: count.saturating_sub(1),
                     ecn_mask,
                     translates: match translates {
-                        None => 0,
-                        Some(false) => TRANSLATES,
-                        Some(true) => TRANSLATES | TRANSLATES_DATAGRAMS,
+                        Translates::Nothing => 0,
+                        Translates::NoUdpSuperFrames => TRANSLATES,
+                        Translates::All => TRANSLATES | TRANSLATES_DATAGRAMS,
                     },
                     namespace: NO_NAMESPACE,
                     ..FlowValue::default()

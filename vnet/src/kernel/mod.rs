@@ -87,7 +87,8 @@ use parking_lot::Mutex;
 use rustix::time::{ClockId, clock_gettime};
 
 pub use flows::{
-    Carried, Counted, Destination, FLOWS_PORT_MAX, Flows, Sender, Sources, Target, Terms, Underlay,
+    Carried, Counted, Destination, FLOWS_PORT_MAX, Flows, Sender, Sources, Target, Terms, Translates,
+    Underlay,
 };
 pub use pins::{Outlive, PinOptions};
 pub use shared::{End, FLOWS_MAX, Index, Known, VERSIONS, Wanted, WireHead};

@@ -227,8 +227,7 @@ pub(super) struct ConversationKey {
     destination: [u8; 4],
     ports: [[u8; 2]; 2],
     protocol: u16,
-    ttl: u8,
-    tos: u8,
+    ttl: u16,
 }
 
 impl ConversationKey {
@@ -241,8 +240,7 @@ impl ConversationKey {
             destination: is.destination.ip().octets(),
             ports: [is.source, is.destination].map(|end| end.port().to_be_bytes()),
             protocol: is.transport.number().into(),
-            ttl: is.ttl,
-            tos: is.tos,
+            ttl: is.ttl.into(),
         }
     }
 
@@ -256,8 +254,7 @@ impl ConversationKey {
             source: SocketAddrV4::new(self.source.into(), source),
             destination: SocketAddrV4::new(self.destination.into(), destination),
             transport: Transport::new(u8::try_from(self.protocol).ok()?)?,
-            ttl: self.ttl,
-            tos: self.tos,
+            ttl: u8::try_from(self.ttl).ok()?,
         })
     }
 }
@@ -404,7 +401,7 @@ mod tests {
             "peer" = PeerValue { from, zero, device, local, coalesced_ns }
             "wire_head" = WireHead { remote, network, from, zero }
             "wire_tail" = WireTail { remote, network, underlay, next_hop }
-            "conversation" = ConversationKey { network, dst, src, source, destination, ports, protocol, ttl, tos }
+            "conversation" = ConversationKey { network, dst, src, source, destination, ports, protocol, ttl }
             "translated" = TranslatedValue { until_ns, frames, remote, index, zero }
             "wanted" = WantedValue { is, remote, from, zero }
             "translation_key" = TranslationKey { remote, index, protocol }

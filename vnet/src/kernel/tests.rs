@@ -383,7 +383,13 @@ fn a_port_fills_its_own_share_only() {
 /// Another host that the wire reaches.
 pub(super) fn by_wire(remote: Ipv4Addr, underlay: Option<Underlay>) -> Target {
     let remote = SocketAddrV4::new(remote, WIRE_PORT);
-    Target::Host { remote, packet_max: 1450, underlay, sources: Sources::Wire, translates: None }
+    Target::Host {
+        remote,
+        packet_max: 1450,
+        underlay,
+        sources: Sources::Wire,
+        translates: Translates::Nothing,
+    }
 }
 
 #[test]

@@ -37,7 +37,6 @@ fn conversation(transport: Transport) -> Conversation {
         destination: SocketAddrV4::new(Ipv4Addr::new(10, 0, 0, 2), 80),
         transport,
         ttl: 64,
-        tos: 0,
     }
 }
 
@@ -54,7 +53,7 @@ fn l4_sum(frame: &[u8]) -> u16 {
 
 /// A frame of the conversation with this payload.
 fn frame(is: &Conversation, payload: &[u8]) -> Vec<u8> {
-    let mut frame = [&is.dst.0[..], &is.src.0, &[8, 0, 0x45, is.tos | 2]].concat();
+    let mut frame = [&is.dst.0[..], &is.src.0, &[8, 0, 0x45, 2]].concat();
     frame.extend([0, 0, 0x12, 0x34, 0x40, 0, is.ttl, is.transport.number(), 0, 0]);
     frame.extend(is.source.ip().octets().into_iter().chain(is.destination.ip().octets()));
     frame.extend([is.source, is.destination].map(|end| end.port().to_be_bytes()).concat());
@@ -85,7 +84,7 @@ fn sending() -> Option<Bench> {
     let Target::Host { remote, packet_max, underlay, sources, .. } = by_wire(THERE, Some(underlay)) else {
         unreachable!()
     };
-    bench.to.target = Target::Host { remote, packet_max, underlay, sources, translates: Some(true) };
+    bench.to.target = Target::Host { remote, packet_max, underlay, sources, translates: Translates::All };
     assert!(bench.install(&terms()));
     Some(bench)
 }
@@ -338,7 +337,7 @@ fn no_checksum_is_written_over_the_hosts_headers() {
     let Target::Host { remote, packet_max, underlay, sources, .. } = by_wire(THERE, Some(underlay)) else {
         unreachable!()
     };
-    let target = Target::Host { remote, packet_max, underlay, sources, translates: Some(true) };
+    let target = Target::Host { remote, packet_max, underlay, sources, translates: Translates::All };
     let to = Destination { device: under.name.1, mtu: 1500, target, ..guest() };
     assert!(kernel.flows().install(&known(B), &sender(), &to, &terms()));
     let is = conversation(Transport::Udp);

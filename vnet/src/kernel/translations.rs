@@ -1,11 +1,11 @@
 //! The maps of translations: what vnetd tells the programs about conversations that need no tunnel, and what they tell it
 //! (programs/translate.h).
 //!
-//! - *conversations*: those from this host's guests. Programs add every one to a host that translates, and count its frames; the least
-//!   used one goes when the map is full. Those with a lease leave translated.
-//! - *wanted*: a queue of those with many frames.
-//! - *translations*: indices of other hosts, and what they stand for. Programs note when a packet with it arrives. Index 0 of a host is a
-//!   proof; there they count the host's packets that could not be restored, such as those with an unknown index.
+//! - *conversations*: from this host's guests to hosts that take translated packets. Programs add them and count their frames; a full map
+//!   (LRU) evicts the one used least recently. Packets of those with a lease leave translated.
+//! - *wanted*: a queue of conversations with many frames.
+//! - *translations*: other hosts' indices, and the conversation that each stands for. Programs note when a packet with it arrives. Index 0
+//!   of a host is for proofs; there programs count the host's packets that could not be restored.
 
 use std::net::Ipv4Addr;
 
@@ -44,10 +44,10 @@ impl TranslationMaps {
         TranslationMaps(Mutex::new(Maps { conversations, translations, wanted }))
     }
 
-    /// Takes a conversation with many frames; `None` if none waits.
+    /// Takes the next conversation with many frames off the programs' queue; `None` if the queue is empty.
     ///
     /// # Errors
-    /// The kernel refuses that to vnetd.
+    /// The kernel lets vnetd not take from the queue.
     pub fn next_wanted(&self) -> Result<Option<Wanted>, MapError> {
         match self.0.lock().wanted.pop(0) {
             Ok(value) => Ok(value.wanted()),

@@ -24,7 +24,7 @@ fn bench() -> Option<Bench> {
         packet_max: ROOM as u32,
         underlay: Some(Underlay { device: LOOPBACK, local: REMOTE, next_hop: Some(REMOTE) }),
         sources: Sources::Owned(FIRST, 16),
-        translates: None,
+        translates: Translates::Nothing,
     };
     (bench.to.device, bench.to.mtu) = (0, ROOM);
     assert!(bench.install(&terms()));

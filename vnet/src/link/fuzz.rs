@@ -201,7 +201,6 @@ pub fn translations(data: &[u8]) {
             destination: end(2, 80),
             transport: Transport::ALL[usize::from(port % 2)],
             ttl: 64,
-            tos: 0,
         };
         link.want(conversation, PortId(1), now_ms);
     }

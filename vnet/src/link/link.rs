@@ -4,6 +4,7 @@ use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, SocketAddrV4};
 use std::ops::Deref;
 use std::sync::Arc;
+#[cfg(test)]
 use std::time::Duration;
 
 use super::common::Common;
@@ -14,6 +15,7 @@ use super::native::send_probes::{Courier, unfit};
 use super::native::translations::Translations;
 #[cfg(test)]
 use super::native::wire_state::WireState;
+use super::native::wire_state::WireTerms;
 use super::options::{LinkKind, LinkOptions, Security, SourceMatch};
 use super::path::probe_health::{NameTag, Probed};
 use super::path::state::{Path, udp_payload};
@@ -316,7 +318,8 @@ impl Link {
     pub(crate) fn assume_wire(&self, now_ms: u64) {
         let other = WireState::default();
         other.tried(now_ms);
-        let said = other.announcement((Duration::ZERO, false), now_ms).unwrap();
+        let said =
+            other.announcement(WireTerms { outlive: Duration::ZERO, translates: false }, now_ms).unwrap();
         self.native().unwrap().wire.announced(&said, now_ms);
     }
 
@@ -412,11 +415,10 @@ impl Courier {
         self.inquiry((&link.common, native), is_answer, &[&MAGIC, text].concat())
     }
 
-    /// Tells the other host of `link` whether its trials of the wire arrive, and `own`: how long this host's kernel forwards established
-    /// flows without vnetd, and whether it takes translated packets.
-    pub fn announce_wire(&self, link: &Link, own: (Duration, bool), now_ms: u64) {
+    /// Tells the other host of `link` whether its trials of the wire arrive, and this host's terms.
+    pub fn announce_wire(&self, link: &Link, terms: WireTerms, now_ms: u64) {
         if let Some(native) = link.native() {
-            self.wire_announcement((&link.common, native), own, now_ms);
+            self.wire_announcement((&link.common, native), terms, now_ms);
         }
     }
 

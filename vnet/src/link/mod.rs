@@ -62,6 +62,7 @@ pub use native::direct_ports::{DirectOffer, DirectPort, DirectState};
 pub use native::reassembly::ReassemblyBudget;
 pub use native::send_probes::Courier;
 pub(crate) use native::translations;
+pub use native::wire_state::WireTerms;
 pub use native::zero_copy::ZeroCopy;
 pub use options::{Encapsulation, LinkKind, LinkOptions, Security, SourceMatch};
 pub use path::watch::PathWatch;

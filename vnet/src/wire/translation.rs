@@ -1,8 +1,8 @@
 //! Translated packets between hosts, and the messages in which two hosts agree on them (docs/containers.md).
 //!
-//! An established conversation's packets carry the hosts' addresses, an *index* as source port and [`TRANSLATED_PORT`], in place of what
-//! a tunnel's headers would preserve. The sending host *offers* what each index stands for; the receiving host *accepts* the indices that
-//! it knows. Both messages are payloads of probes.
+//! A translated packet has the two hosts' addresses, an *index* as source port and [`TRANSLATED_PORT`] as destination port. The receiving
+//! host restores the packet's own addresses and ports from the index. The sending host *offers* what each index stands for; the receiving
+//! host *accepts* the indices that it knows. Both messages are payloads of probes.
 
 use std::net::{Ipv4Addr, SocketAddrV4};
 
@@ -16,16 +16,14 @@ pub const TRANSLATED_PORT: u16 = 9790;
 /// First bytes of an offer and of an acceptance. Older hosts echo them like any probe.
 const OFFER: [u8; 8] = *b"vnet-tra";
 const ACCEPTANCE: [u8; 8] = *b"vnet-trb";
-/// Bytes of an offer before its conversations: the first bytes, and the epoch.
+/// Bytes of an offer before its conversations: [`OFFER`] and the epoch.
 const OFFER_LEN: usize = OFFER.len() + 4;
-/// Bytes of one: index, protocol, time to live, network, addresses, hosts, ports, DSCP, zeros.
+/// Bytes of one conversation: index, protocol, time to live, network, MAC addresses, IPv4 addresses, ports, zeros.
 const ENTRY_LEN: usize = 36;
-/// Bytes of an acceptance before its indices: the first bytes, the epoch, what is proved, zeros.
+/// Bytes of an acceptance before its indices: [`ACCEPTANCE`], the epoch, flags of `proved`, zeros.
 const ACCEPTANCE_LEN: usize = ACCEPTANCE.len() + 8;
-/// Bytes of one: index, whether packets arrive, zero.
+/// Bytes of one index: the index, whether packets with it arrive, zero.
 const ACCEPTED_LEN: usize = 4;
-/// ECN field of a type of service.
-const ECN: u8 = 3;
 const UDP_LEN: usize = 8;
 const TCP_LEN: usize = 20;
 
@@ -73,8 +71,6 @@ pub struct Conversation {
     pub transport: Transport,
     /// Their time to live.
     pub ttl: u8,
-    /// Their type of service, with an ECN field of zero.
-    pub tos: u8,
 }
 
 /// What indices of the sending host stand for.
@@ -110,7 +106,7 @@ impl Conversation {
         for end in [self.source, self.destination] {
             to.extend(end.port().to_be_bytes());
         }
-        to.extend([self.tos, 0, 0, 0]);
+        to.extend([0; 4]);
     }
 
     /// An index and its conversation; `None` if no host may offer that.
@@ -127,13 +123,11 @@ impl Conversation {
             destination: SocketAddrV4::new(ip(24), number(30)),
             transport: Transport::new(entry[2])?,
             ttl: entry[3],
-            tos: entry[32],
         };
         let is_possible = number(0) != 0
             && network < 1 << 24
             && conversation.dst.is_unicast()
-            && conversation.src.is_unicast()
-            && conversation.tos & ECN == 0;
+            && conversation.src.is_unicast();
         is_possible.then_some((number(0), conversation))
     }
 }
@@ -242,7 +236,6 @@ pub(crate) mod tests {
             destination: SocketAddrV4::new(Ipv4Addr::new(10, 0, 0, 2), 80),
             transport: Transport::Tcp,
             ttl: 64,
-            tos: 8,
         }
     }
 
@@ -274,8 +267,8 @@ pub(crate) mod tests {
             Offer::parse(&bytes).unwrap()
         };
         assert_eq!(change(1, 2).0.conversations, [(2, conversation(4000))]);
-        // Index 0, another protocol, network 2^24 and more, group addresses, ECN.
-        for (at, byte) in [(1, 0), (2, 1), (4, 1), (8, 1), (14, 0xff), (32, 1)] {
+        // Index 0, another protocol, network 2^24 and more, group addresses.
+        for (at, byte) in [(1, 0), (2, 1), (4, 1), (8, 1), (14, 0xff)] {
             let (offer, refused) = change(at, byte);
             assert_eq!((offer.conversations.len(), refused), (0, 1), "byte {at}");
         }

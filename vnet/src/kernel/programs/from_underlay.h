@@ -44,21 +44,23 @@ int from_underlay(struct __sk_buff *skb)
 	struct peer_key at = {};
 	struct verdict verdict;
 	struct outer out = {};
-	struct packet packet = {};
+	struct packet packet;
 	struct peer *peer;
 	__u16 from;
 
 	if (protocol != ETH_P_IP_BE || type != PACKET_HOST || skb->vlan_present)
 		return CONTINUE;
-	if (bpf_skb_load_bytes(skb, 0, packet.dst, sizeof(packet) - 2))
+	if (bpf_skb_load_bytes(skb, 0, out.eth, PACKET_LEN))
 		return CONTINUE;
-	if (packet.ports >> 16 == __builtin_bswap16(TRANSLATED_PORT))
+	if (out.dport == __builtin_bswap16(TRANSLATED_PORT)) {
+		__builtin_memcpy(&packet, &out, sizeof(packet));
 		return is_translatable(skb, &packet) ? restore(skb, &packet) : CONTINUE;
-	if (bpf_skb_load_bytes(skb, 0, out.eth, OUTER_LEN + ETH_LEN))
+	}
+	if (out.ip.protocol != UDP || bpf_skb_load_bytes(skb, PACKET_LEN, &out.udp_len, OUTER_LEN + ETH_LEN - PACKET_LEN))
 		return CONTINUE;
 	/* The VXLAN device marks the frame of a datagram that met congestion (RFC 6040). The UDP checksum need not be verified (RFC 7348
 	 * section 5): the guest verifies the frame's own, of which the helper below keeps the state right. */
-	if (out.ip.protocol != UDP || out.ip.version != 0x45 || (out.ip.tos & 3) == 3 || out.ip.fragment & __builtin_bswap16(0x3fff) ||
+	if (out.ip.version != 0x45 || (out.ip.tos & 3) == 3 || out.ip.fragment & __builtin_bswap16(0x3fff) ||
 	    out.flags != VXLAN_FLAGS_BE || out.vni & __builtin_bswap32(0xff))
 		return CONTINUE;
 	at.remote = __builtin_bswap32(out.ip.src);

@@ -165,9 +165,7 @@ struct conversation {
 	__u32 source, destination;
 	__u32 ports;
 	__u16 protocol;
-	__u8 ttl;
-	/* DSCP, in the upper six bits. */
-	__u8 tos;
+	__u16 ttl;
 };
 
 /* A conversation from a guest of this host. */

@@ -1,9 +1,11 @@
-/* Translation: frames of established conversations leave without a tunnel's headers.
+/* Translation: packets of established conversations leave without a tunnel's headers.
  *
- * An IPv4 packet of TCP or UDP gets the hosts' addresses in place of the stations', and in place of its ports an index and a port of
- * vnet's own. The two vnetds have agreed on what the index stands for. So no header is added or removed: a super-frame stays one all the
- * way, fits the underlay's MTU, and carries no tunnel's offload state. What the destination cannot know from the index, a frame must
- * have as agreed, or it takes the tunnel: time to live, no DSCP, no options, no fragment, Don't Fragment. */
+ * The sending host's program replaces a packet's addresses by the two hosts', its source port by an index and its destination port by
+ * TRANSLATED_PORT. The receiving host's program restores them from the index, whose meaning both vnetds have agreed on. No header is added
+ * or removed, so a super-frame stays one all the way, fits the underlay's MTU, and carries no tunnel's offload state.
+ *
+ * A packet takes the tunnel if the index does not tell all of it: with IP options, as a fragment, without Don't Fragment, with a DSCP, or
+ * with another time to live than agreed. */
 
 /* Ethernet header, IPv4 header and ports of a frame. */
 struct packet {
@@ -13,6 +15,9 @@ struct packet {
 	/* Source and destination, in the byte order of a frame. */
 	__u32 ports;
 };
+
+/* Bytes of a frame's headers up to the ports. struct outer begins with the same fields. */
+#define PACKET_LEN (ETH_LEN + IP_LEN + 4)
 
 #define ECN 3
 /* Where the transport header is in a frame with an IPv4 header without options, and in it the checksums. */
@@ -38,7 +43,7 @@ INLINE __u32 fold(__u32 sum)
 	return (sum & 0xffff) + (sum >> 16);
 }
 
-/* What the checksum's field contains if the kernel is to complete it: the sum of addresses, protocol and length. */
+/* A partial checksum: the sum of the pseudo-header's addresses, protocol and length. */
 INLINE __u16 pseudo_sum(const struct ip4 *ip)
 {
 	__u32 len = __builtin_bswap16(ip->len) - IP_LEN;
@@ -47,7 +52,7 @@ INLINE __u16 pseudo_sum(const struct ip4 *ip)
 	return fold(sum);
 }
 
-/* Where the packet's checksum is. */
+/* Offset of the packet's transport checksum. */
 INLINE __u32 sum_at(const struct packet *is)
 {
 	return L4 + (is->ip.protocol == TCP ? TCP_SUM : UDP_SUM);
@@ -59,9 +64,9 @@ INLINE __u64 sum_flags(const struct packet *is)
 	return is->ip.protocol == UDP ? BPF_F_MARK_MANGLED_0 : 0;
 }
 
-/* Makes the checksum of a guest's packet that of its new `ports`. Where the kernel is to complete it, a guest can have it write the sum
- * anywhere: over addresses and ports, which are the hosts' when the packet leaves. 0: it cannot be kept right, and is unchanged; -1: the
- * packet is damaged. */
+/* Makes the checksum of a guest's packet that of its new `ports`. A checksum that the kernel is to complete (CHECKSUM_PARTIAL) needs a
+ * check: the guest has chosen where the kernel will write it, which could be over the hosts' addresses and ports. 0: unchanged, because
+ * the checksum cannot be kept right; -1: the packet is damaged. */
 INLINE int replace_ports(struct __sk_buff *skb, const struct packet *is, __u32 ports)
 {
 	__u32 at = sum_at(is);
@@ -69,7 +74,7 @@ INLINE int replace_ports(struct __sk_buff *skb, const struct packet *is, __u32 p
 
 	if (bpf_skb_load_bytes(skb, at, &before, sizeof(before)) || (is->ip.protocol == UDP && !before))
 		return 0;
-	/* A sum to be completed does not contain the ports, so the helper leaves it; other sums change. */
+	/* A partial checksum does not cover the ports, so the helper leaves it as it is; a complete one changes. */
 	if (fold(is->ports) == fold(ports) ||
 	    bpf_l4_csum_replace(skb, at, is->ports, ports, sum_flags(is) | sizeof(ports)))
 		return 0;
@@ -77,15 +82,15 @@ INLINE int replace_ports(struct __sk_buff *skb, const struct packet *is, __u32 p
 		return -1;
 	if (before != after)
 		return 1;
-	/* That of a tunnel in the guest contains more than its field says. */
+	/* A tunnel inside the guest has a complete checksum although the kernel is to complete one: that of the inner packet. */
 	if (before != pseudo_sum(&is->ip))
 		return 0;
-	/* Refused if the sum is written at `at` or behind. */
+	/* The kernel refuses this if it will write the checksum at `at` or behind. */
 	return bpf_skb_change_tail(skb, at + 1, 0) ? 1 : -1;
 }
 
-/* Gives the packet other addresses and ports, in the byte order of a frame, for which its checksum is right already. Its Ethernet header,
- * time to live and DSCP are written, too. Not 0: the packet is damaged. */
+/* Writes the packet's headers with other addresses and ports, in the byte order of a frame. The transport checksum is that of these ports
+ * already. Not 0: the packet is damaged. */
 INLINE int rewrite(struct __sk_buff *skb, struct packet *is, const __be32 hosts[2], __u32 ports)
 {
 	__s64 change = bpf_csum_diff((__be32 *)&is->ip.src, 8, (__be32 *)hosts, 8, 0);
@@ -97,23 +102,23 @@ INLINE int rewrite(struct __sk_buff *skb, struct packet *is, const __be32 hosts[
 	is->ports = ports;
 	is->ip.sum = 0;
 	is->ip.sum = ip_sum(&is->ip);
-	return bpf_skb_store_bytes(skb, 0, is->dst, sizeof(*is) - 2, 0);
+	return bpf_skb_store_bytes(skb, 0, is->dst, PACKET_LEN, 0);
 }
 
-/* Notes a frame of a conversation that is not translated. vnetd is told of those with many frames. */
+/* Counts a frame of a conversation that is not translated, and tells vnetd of conversations with many frames. */
 INLINE void note(const struct wanted *one, struct translated *known)
 {
 	struct translated first = { .frames = 1 };
 
-	/* Inexact: processors do not wait for each other. A full queue takes it the next time. */
+	/* Not atomic: a lost count does no harm. vnetd hears of it later if the queue is full. */
 	if (!known)
 		bpf_map_update_elem(&conversations, &one->is, &first, BPF_NOEXIST);
 	else if (++known->frames % WANTED_FRAMES == 0)
 		bpf_map_push_elem(&wanted, one, 0);
 }
 
-/* Whether a translated frame fits the path. No headers are added, so it may be as long as a datagram with them. A UDP super-frame may
- * have more headers than its own, those of a tunnel in the guest: its segments fit the guest's MTU. */
+/* Whether a translated frame fits the path MTU. The segments of a UDP super-frame may have more headers than UDP's, those of a tunnel
+ * inside the guest, so their length is unknown here: they fit the guest's MTU. */
 INLINE int fits_translated(struct __sk_buff *skb, __u16 protocol, const struct flow *flow)
 {
 	__u32 len = *(volatile __u32 *)&skb->len, size = *(volatile __u32 *)&skb->gso_size, headers;
@@ -127,7 +132,7 @@ INLINE int fits_translated(struct __sk_buff *skb, __u16 protocol, const struct f
 	return headers && size + headers <= packet_max;
 }
 
-/* Whether a firewall on the way takes the TCP segment for one of an established connection. */
+/* Whether the TCP segment neither opens nor closes its connection: a stateful firewall must not see these without the others. */
 INLINE int is_established(struct __sk_buff *skb)
 {
 	__u8 flags;
@@ -148,7 +153,7 @@ INLINE long translate(struct __sk_buff *skb, const struct verdict *verdict, cons
 	int done;
 
 	/* A datagram of the wire has no DSCP, and filters on the way may look for that of its frame. */
-	if (!flow->translates || !flow->underlay || bpf_skb_load_bytes(skb, 0, is.dst, sizeof(is) - 2) ||
+	if (!flow->translates || !flow->underlay || bpf_skb_load_bytes(skb, 0, is.dst, PACKET_LEN) ||
 	    !is_translatable(skb, &is) || is.ip.tos & ~ECN ||
 	    (is.ip.protocol == TCP && !is_established(skb)))
 		return 0;
@@ -159,7 +164,6 @@ INLINE long translate(struct __sk_buff *skb, const struct verdict *verdict, cons
 	one.is.ports = is.ports;
 	one.is.protocol = is.ip.protocol;
 	one.is.ttl = is.ip.ttl;
-	one.is.tos = is.ip.tos & ~ECN;
 	one.remote = flow->remote;
 	one.from = port->from;
 	known = bpf_map_lookup_elem(&conversations, &one.is);
@@ -180,11 +184,10 @@ INLINE long translate(struct __sk_buff *skb, const struct verdict *verdict, cons
 	hosts[0] = __builtin_bswap32(flow->local);
 	hosts[1] = __builtin_bswap32(flow->remote);
 	is.ip.ttl = TTL;
-	is.ip.tos &= ECN;
 	return rewrite(skb, &is, hosts, ports) ? TC_ACT_SHOT : to_next_hop(flow->underlay, flow->next_hop);
 }
 
-/* Drops a translated packet that cannot be restored. */
+/* Drops a translated packet that cannot be restored, and counts it at the host's proof. */
 INLINE long lose(struct translation_key *key)
 {
 	struct translation *proof;
@@ -196,7 +199,7 @@ INLINE long lose(struct translation_key *key)
 	return TC_ACT_SHOT;
 }
 
-/* Gives a restored frame to vnetd, as one of the wire. */
+/* Sends a restored frame up to vnetd, as from_wire does. -1: it cannot. */
 INLINE long to_core(struct __sk_buff *skb, const struct wire_head *head)
 {
 	__u32 zero = 0, core;
@@ -210,7 +213,7 @@ INLINE long to_core(struct __sk_buff *skb, const struct wire_head *head)
 	return bpf_redirect(core, 0);
 }
 
-/* Takes a translated packet, which is the underlay's frame. TC_ACT_UNSPEC: it is none, and unchanged. */
+/* Restores a translated packet and delivers it. TC_ACT_UNSPEC: it is not a translated packet, and unchanged. */
 INLINE long restore(struct __sk_buff *skb, struct packet *is)
 {
 	struct peer_key at = { .remote = __builtin_bswap32(is->ip.src), .port = WIRE_PORT };
@@ -228,11 +231,11 @@ INLINE long restore(struct __sk_buff *skb, struct packet *is)
 	known = bpf_map_lookup_elem(&translations, &key);
 	if (!known) {
 		key.index = 0;
-		/* Of a host that translates nothing, it is none. */
+		/* Without a proof the host sends no translated packets. */
 		return bpf_map_lookup_elem(&translations, &key) ? lose(&key) : TC_ACT_UNSPEC;
 	}
 	peer = bpf_map_lookup_elem(&peers, &at);
-	/* Nobody checks the source of a packet that comes by another device than that of the route to the peer. */
+	/* Anybody could have sent a packet that arrives at another device than that of the route to the peer. */
 	if (!peer || peer->device != skb->ifindex || peer->local != __builtin_bswap32(is->ip.dst))
 		return lose(&key);
 	head.from = flow.from = *(volatile __u16 *)&peer->from;
@@ -246,7 +249,8 @@ INLINE long restore(struct __sk_buff *skb, struct packet *is)
 	hosts[1] = known->is.destination;
 	ports = known->is.ports;
 	is->ip.ttl = known->is.ttl;
-	is->ip.tos = (is->ip.tos & ECN) | known->is.tos;
+	/* A router's DSCP is not the guest's, its mark of congestion is. */
+	is->ip.tos &= ECN;
 	if (bpf_map_lookup_elem(&translations, &key) != known ||
 	    bpf_l4_csum_replace(skb, sum_at(is), is->ports, ports, sum_flags(is) | sizeof(ports)) ||
 	    rewrite(skb, is, hosts, ports))

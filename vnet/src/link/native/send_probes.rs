@@ -4,9 +4,9 @@
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Duration;
 
 use super::link_part::Native;
+use super::wire_state::WireTerms;
 use crate::link::common::Common;
 use crate::link::path::probe_health::probe_payload;
 use crate::link::sealed::session::Seal;
@@ -59,10 +59,10 @@ impl Courier {
         let _ = self.post(link, Kind::Probe, &probe_payload(id, tag, len));
     }
 
-    /// Tells the other host whether its trials of the wire arrive, once that is known, and `own`: how long this host's kernel forwards
-    /// established flows without vnetd, and whether it takes translated packets. A send error counts as packet loss.
-    pub(in crate::link) fn wire_announcement(&self, link: Of<'_>, own: (Duration, bool), now_ms: u64) {
-        if let Some(announcement) = link.1.wire.announcement(own, now_ms) {
+    /// Tells the other host whether its trials of the wire arrive, once that is known, and this host's terms. A send error counts as
+    /// packet loss.
+    pub(in crate::link) fn wire_announcement(&self, link: Of<'_>, terms: WireTerms, now_ms: u64) {
+        if let Some(announcement) = link.1.wire.announcement(terms, now_ms) {
             let _ = self.post(link, Kind::Probe, &announcement);
         }
     }

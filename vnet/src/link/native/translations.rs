@@ -39,14 +39,16 @@ const KNOWN_MAX: usize = 2 * OFFERED_MAX;
 pub const REPEAT_MS: u64 = 1_000;
 /// Time in milliseconds for which an acceptance holds: three of them.
 pub const LEASE_MS: u64 = 3_000;
-/// Time in milliseconds for which an index is accepted after its last offer, and for which packets count as seen.
+/// Time in milliseconds after an index's last offer within which the receiving host accepts it; also the age up to which it reports packets
+/// and proofs as arriving.
 pub const ACCEPT_MS: u64 = 2_500;
-/// Time in milliseconds for which an index is known after its last offer: the last acceptance's lease, and a packet's way.
+/// Time in milliseconds after an index's last offer for which the receiving host restores its packets: the last acceptance, its lease, and
+/// two seconds for packets on their way.
 pub const KNOWN_MS: u64 = ACCEPT_MS + LEASE_MS + 2_000;
 /// Time in milliseconds after which a conversation without frames is offered no longer.
 pub const UNUSED_MS: u64 = 30_000;
-/// Number of [`REPEAT_MS`] with frames of a conversation of which the other host sees none, after which it is barred. Longer than it takes to
-/// notice that proofs do not arrive, either.
+/// A conversation is barred after more than this number of seconds with frames of which the other host has seen none. If proofs are lost,
+/// too, that is noticed sooner, and all conversations take the tunnel without being barred.
 const UNSEEN_MAX: u32 = 4;
 /// Minimum time in milliseconds from one wake-up of the thread that applies messages to the next.
 const WAKE_MS: u64 = 20;
@@ -59,10 +61,12 @@ struct Offered {
     /// Its last offer and acceptance.
     told_ms: Option<u64>,
     accepted_ms: Option<u64>,
-    /// Number of its frames, and when that was new.
+    /// Number of its frames, and when it grew last.
     frames: u32,
     used_ms: u64,
-    /// How often it had new frames since the other host has seen one last.
+    /// When it was offered first.
+    since_ms: u64,
+    /// Number of seconds with frames since the other host has reported one last.
     unseen: u32,
     /// Its packets do not arrive: it takes the tunnel as long as it is in use.
     is_barred: bool,
@@ -125,9 +129,9 @@ pub struct Leased {
 pub(crate) struct Translations {
     mine: Mutex<Mine>,
     theirs: Mutex<Theirs>,
-    /// The thread that applies what arrives, whether something has, and when it was woken last.
+    /// The thread that applies messages, whether there is something for it, and when a message woke it last.
     applier: OnceLock<Thread>,
-    has_arrived: AtomicBool,
+    has_news: AtomicBool,
     woken_ms: AtomicU64,
 }
 
@@ -151,9 +155,9 @@ impl Translations {
         self.applier.get_or_init(std::thread::current);
     }
 
-    /// Whether a message has arrived, or a conversation is to be offered, since the last call.
-    pub(crate) fn has_arrived(&self) -> bool {
-        self.has_arrived.swap(false, Relaxed)
+    /// Whether since the last call a message has arrived, or a guest has got a conversation to offer.
+    pub(crate) fn has_news(&self) -> bool {
+        self.has_news.swap(false, Relaxed)
     }
 
     /// Wakes the thread that applies what has arrived, unless it was just woken: a peer cannot keep it busy.
@@ -163,7 +167,7 @@ impl Translations {
             && now_ms.saturating_sub(woken_ms) >= WAKE_MS
         {
             self.woken_ms.store(now_ms, Relaxed);
-            self.has_arrived.store(true, Relaxed);
+            self.has_news.store(true, Relaxed);
             applier.unpark();
         }
     }
@@ -188,11 +192,12 @@ impl Translations {
             accepted_ms: None,
             frames: 0,
             used_ms: now_ms,
+            since_ms: now_ms,
             unseen: 0,
             is_barred: false,
         };
         mine.list.insert(index, offered);
-        self.has_arrived.store(true, Relaxed);
+        self.has_news.store(true, Relaxed);
     }
 
     /// The offers to send now, each of at most `len_max` bytes.
@@ -245,6 +250,18 @@ impl Translations {
         true
     }
 
+    /// Whether connections of TCP, and flows of UDP, wait for proofs that do not arrive.
+    pub(crate) fn unproved(&self, now_ms: u64) -> [bool; 2] {
+        let mine = self.mine.lock();
+        let is_old = |at_ms: u64| now_ms.saturating_sub(at_ms) >= LEASE_MS;
+        let waits = |at: usize| {
+            let waits =
+                |offered: &Offered| offered.is.transport == Transport::ALL[at] && is_old(offered.since_ms);
+            mine.proved_ms[at].is_none_or(is_old) && mine.list.values().any(waits)
+        };
+        [waits(0), waits(1)]
+    }
+
     /// The conversations that may be translated now.
     pub(crate) fn leased(&self, now_ms: u64) -> Vec<Leased> {
         let mine = self.mine.lock();
@@ -259,8 +276,8 @@ impl Translations {
         self.mine.lock().list.values().map(|offered| offered.is).collect()
     }
 
-    /// Notes every [`REPEAT_MS`] how many frames conversations have had. Withdraws those that have had none for a while, and bars those whose packets the other
-    /// host does not see. Returns the number of the latter.
+    /// Notes how many frames conversations have had; call it every [`REPEAT_MS`]. Withdraws those that have had none for a while, and bars
+    /// those whose packets the other host does not see. Returns the number of the latter.
     pub(crate) fn used(&self, frames: &BTreeMap<Conversation, u32>, now_ms: u64) -> usize {
         let mut mine = self.mine.lock();
         let mut list = std::mem::take(&mut mine.list);
@@ -405,7 +422,8 @@ mod tests {
             one.leased(0).len()
         };
         assert_eq!((say(Some(true), [false, false]), say(Some(true), [false, true])), (0, 0), "no TCP");
-        assert_eq!(say(Some(false), [true, false]), 1);
+        assert_eq!((one.unproved(LEASE_MS - 1), one.unproved(LEASE_MS)), ([false; 2], [true, false]));
+        assert_eq!((say(Some(false), [true, false]), one.unproved(LEASE_MS - 1)), (1, [false; 2]));
         assert_eq!(say(None, [true, true]), 0, "no program knows it");
         assert_eq!(say(Some(false), [true, true]), 1);
         assert_eq!(say(Some(false), [false, true]), 0, "a firewall has come");
@@ -500,7 +518,7 @@ mod tests {
         let offer = Offer { epoch: 1, conversations: vec![(1, conversation(1))] }.to_bytes();
         for (now_ms, wakes) in [(100, true), (100 + WAKE_MS - 1, false), (100 + WAKE_MS, true)] {
             two.offered(&offer, |_| true, now_ms);
-            assert_eq!(two.has_arrived(), wakes, "{now_ms}");
+            assert_eq!(two.has_news(), wakes, "{now_ms}");
         }
     }
 }

@@ -27,6 +27,15 @@ const TRANSLATES: u8 = 1;
 /// Silence in milliseconds after which the wire is not used: three trials.
 const SILENCE_MS: u64 = 3_500;
 
+/// What a host announces of its wire.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WireTerms {
+    /// How long its kernel forwards established flows without vnetd.
+    pub outlive: Duration,
+    /// It takes translated packets (`translations`).
+    pub translates: bool,
+}
+
 /// Readiness of a link's wire. Times are milliseconds of the dispatchers' clock plus one; 0 means never.
 #[derive(Debug, Default)]
 pub(in crate::link) struct WireState {
@@ -70,13 +79,9 @@ impl WireState {
         self.translates.load(Relaxed)
     }
 
-    /// The announcement to send; `None` until this host knows whether trials arrive. `outlive`: how long this host's kernel
-    /// forwards established flows without vnetd. `translates`: it takes translated packets.
-    pub(in crate::link) fn announcement(
-        &self,
-        (outlive, translates): (Duration, bool),
-        now_ms: u64,
-    ) -> Option<[u8; LEN]> {
+    /// The announcement to send; `None` until this host knows whether trials arrive.
+    pub(in crate::link) fn announcement(&self, terms: WireTerms, now_ms: u64) -> Option<[u8; LEN]> {
+        let WireTerms { outlive, translates } = terms;
         let tried = self.tried.load(Relaxed);
         let began = self.began.compare_exchange(0, now_ms + 1, Relaxed, Relaxed);
         let began = began.map_or_else(|began| began, |_| now_ms + 1);
@@ -117,10 +122,11 @@ mod tests {
     use super::*;
 
     const OUTLIVE: Duration = Duration::from_secs(30);
+    const TERMS: WireTerms = WireTerms { outlive: OUTLIVE, translates: false };
 
     /// Host 1's state after the announcement that host 2 sends at `now_ms`.
     fn announce(one: &WireState, two: &WireState, now_ms: u64) {
-        let announcement = two.announcement((OUTLIVE, false), now_ms).unwrap();
+        let announcement = two.announcement(TERMS, now_ms).unwrap();
         assert!(one.announced(&announcement, now_ms));
     }
 
@@ -129,7 +135,7 @@ mod tests {
         let (one, two) = (WireState::default(), WireState::default());
         let change = |now_ms| one.change(Some(now_ms), now_ms);
         assert_eq!(change(0), None);
-        assert_eq!(two.announcement((OUTLIVE, false), 0), None, "not known yet");
+        assert_eq!(two.announcement(TERMS, 0), None, "not known yet");
         two.tried(10);
         announce(&one, &two, 20);
         assert_eq!((change(20), change(20 + SILENCE_MS - 1)), (Some(true), None));
@@ -145,8 +151,8 @@ mod tests {
     #[test]
     fn a_host_without_trials_says_so_after_a_while() {
         let (one, two) = (WireState::default(), WireState::default());
-        assert_eq!(two.announcement((OUTLIVE, false), 100), None);
-        assert_eq!(two.announcement((OUTLIVE, false), 100 + SILENCE_MS - 1), None);
+        assert_eq!(two.announcement(TERMS, 100), None);
+        assert_eq!(two.announcement(TERMS, 100 + SILENCE_MS - 1), None);
         announce(&one, &two, 100 + SILENCE_MS);
         assert!(!one.is_ready(Some(100), 100 + SILENCE_MS));
     }
@@ -167,7 +173,7 @@ mod tests {
         let (one, two) = (WireState::default(), WireState::default());
         two.tried(0);
         for translates in [true, false] {
-            assert!(one.announced(&two.announcement((OUTLIVE, translates), 0).unwrap(), 0));
+            assert!(one.announced(&two.announcement(WireTerms { translates, ..TERMS }, 0).unwrap(), 0));
             assert_eq!(one.translates(), translates);
         }
     }
