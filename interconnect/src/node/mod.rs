@@ -285,7 +285,7 @@ impl Shared {
     /// Receives packets, checks the timers and sends. Returns whether any packet arrived. `own`: the endpoint whose completions the
     /// caller takes. It gets one as soon as there is one: another look at the socket would take a tenth of a message's time.
     fn progress(&self, inner: &mut Inner, own: Option<u16>) -> bool {
-        let now = self.now();
+        let mut now = self.now();
         let mut arrived = self.receive_local(inner, now);
         let receives = if inner.local.is_socket_turn(now) { RECEIVES_MAX } else { 0 };
         // While rings are in use, the wire is polled rarely.
@@ -293,7 +293,12 @@ impl Shared {
         for _ in 0..receives {
             let Inner { engine, wire, seal, .. } = inner;
             let before = engine.accepted();
+            let mut is_first = true;
             let found = wire.receive(all, |Arrival { from, packet, congestion }| {
+                // To receive many bytes takes as long as an acknowledgement waits for the application's answer.
+                if std::mem::take(&mut is_first) {
+                    now = self.now();
+                }
                 if let Some(packet) = seal.arrive(now, from, packet) {
                     engine.receive(now, from, packet, congestion);
                 }

@@ -16,7 +16,11 @@ import time
 
 LENGTHS = (1, 200, 1400, 9000)
 """Of questions, bytes: also such as take several packets."""
-UDP_LENGTHS = (12, 200, 1400)
+UDP_LENGTHS = (12, 200, 1400, 4000)
+DATAGRAM = 1400
+"""Longer questions are datagrams of this size, sent by one call, as one super-frame; so are their answers."""
+UDP_SEGMENT = 103
+UDP_GRO = 104
 WAIT_S = 30
 UDP_WAIT_S = 5
 """After which a datagram counts as lost: long for a machine that is busy with others."""
@@ -44,9 +48,17 @@ def answer_tcp(listener: socket.socket) -> None:
 
 
 def answer_udp(server: socket.socket) -> None:
-    """Answers datagrams with themselves."""
+    """Answers datagrams with themselves, super-frames with super-frames."""
     while True:
-        server.sendto(*server.recvfrom(65536))
+        data, ancillary, _, sender = server.recvmsg(65536, socket.CMSG_SPACE(4))
+        segment = next((int.from_bytes(value, sys.byteorder) for *_, value in ancillary), 0)
+        send_udp(server, data, segment, sender)
+
+
+def send_udp(from_: socket.socket, data: bytes, segment: int, *to: tuple) -> None:
+    """Sends datagrams of `segment` bytes by one call, or one datagram if that is 0."""
+    options = [(socket.IPPROTO_UDP, UDP_SEGMENT, segment.to_bytes(2, sys.byteorder))] if segment else []
+    from_.sendmsg([data], options, 0, *to)
 
 
 def answer(address: str, port: int) -> None:
@@ -54,6 +66,7 @@ def answer(address: str, port: int) -> None:
     listener = socket.create_server((address, port))
     server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     server.bind((address, port))
+    server.setsockopt(socket.IPPROTO_UDP, UDP_GRO, 1)
     threading.Thread(target=answer_udp, args=(server,), daemon=True).start()
     print("ready", flush=True)
     answer_tcp(listener)
@@ -70,15 +83,14 @@ def ask_tcp(connection: socket.socket, number: int, chance: random.Random) -> bo
 def ask_udp(connection: socket.socket, number: int, chance: random.Random) -> bool:
     """The same; False if there is no answer."""
     question = number.to_bytes(8) + chance.randbytes(chance.choice(UDP_LENGTHS))
-    connection.send(question)
-    end = time.monotonic() + UDP_WAIT_S
+    send_udp(connection, question, DATAGRAM if len(question) > DATAGRAM else 0)
+    end, said = time.monotonic() + UDP_WAIT_S, b""
     while (left := end - time.monotonic()) > 0:
         if select.select([connection], [], [], left)[0]:
-            said = connection.recv(65536)
-            # An answer that was late belongs to an earlier question.
+            said += connection.recv(65536)
+            assert question.startswith(said)
             if said == question:
                 return True
-            assert int.from_bytes(said[:8]) < number
     return False
 
 

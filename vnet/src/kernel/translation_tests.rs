@@ -175,8 +175,8 @@ fn what_translation_would_lose_takes_the_tunnel() {
         (IP + 8, 63, "another time to live"),
         (IP + 1, 0x48, "a DSCP"),
         (IP, 0x46, "options"),
-        (IP + 6, 0, "may be fragmented"),
-        (IP + 6, 0x60, "a fragment"),
+        (IP + 6, 0x20, "a fragment"),
+        (IP + 6, 0x60, "a fragment that must not be fragmented"),
         (IP + 7, 1, "a later fragment"),
         (IP + 9, 1, "another protocol"),
         (L4 + 1, 0, "another port"),
@@ -199,6 +199,10 @@ fn what_translation_would_lose_takes_the_tunnel() {
     // Without a tunnel's headers the whole path MTU is the packet's.
     let longest = frame(&is, &[7; 1500 - 40]);
     assert_eq!(bench.change("from_guest", &longest).1.len(), longest.len());
+    for flags in [0, 0x40] {
+        let kept = bench.change("from_guest", &changed(IP + 6, flags)).1;
+        assert_eq!((kept.len(), kept[IP + 6]), (whole.len(), flags), "whether routers may fragment it");
+    }
     let ecn = changed(IP + 1, 3);
     assert_eq!(bench.change("from_guest", &ecn).1[IP + 1], 3, "congestion is told");
 }

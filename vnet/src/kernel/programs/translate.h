@@ -4,8 +4,8 @@
  * TRANSLATED_PORT. The receiving host's program restores them from the index, whose meaning both vnetds have agreed on. No header is added
  * or removed, so a super-frame stays one all the way, fits the underlay's MTU, and carries no tunnel's offload state.
  *
- * A packet takes the tunnel if the index does not tell all of it: with IP options, as a fragment, without Don't Fragment, with a DSCP, or
- * with another time to live than agreed. */
+ * A packet takes the tunnel if the index does not tell all of it: with IP options, as a fragment, with a DSCP, or with another time to live
+ * than agreed. */
 
 /* Ethernet header, IPv4 header and ports of a frame. */
 struct packet {
@@ -34,7 +34,7 @@ struct packet {
 INLINE int is_translatable(struct __sk_buff *skb, struct packet *is)
 {
 	return !skb->vlan_present && is->type == ETH_P_IP_BE && is->ip.version == 0x45 &&
-	       is->ip.fragment == DONT_FRAGMENT_BE && (is->ip.protocol == TCP || is->ip.protocol == UDP) && !ip_sum(&is->ip);
+	       !(is->ip.fragment & ~DONT_FRAGMENT_BE) && (is->ip.protocol == TCP || is->ip.protocol == UDP) && !ip_sum(&is->ip);
 }
 
 INLINE __u32 fold(__u32 sum)
