@@ -23,7 +23,7 @@ mod udp;
 mod wire;
 
 use std::io;
-use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::net::{Ipv4Addr, SocketAddr};
 use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -443,23 +443,6 @@ impl Shared {
     }
 }
 
-/// Binds the wire, and the TCP port of the same number for streams. If that port is taken, tries other UDP ports, unless the caller wants
-/// a certain one.
-fn bind(to: &Bind, has_streams: bool) -> Result<(Wire, SocketAddr, Option<TcpListener>), Error> {
-    const ATTEMPTS: usize = 8;
-    let mut attempts = if matches!(to, Bind::Udp(address) if address.port() == 0) { ATTEMPTS } else { 1 };
-    loop {
-        let wire = Wire::bind(to)?;
-        let address = wire.address().map_err(|error| Error::socket(to, error))?;
-        let is_wanted = has_streams && matches!(wire, Wire::Udp(_));
-        let listener = if is_wanted { streams::listen(address).ok() } else { None };
-        attempts -= 1;
-        if !is_wanted || listener.is_some() || attempts == 0 {
-            return Ok((wire, address, listener));
-        }
-    }
-}
-
 /// A process on the network: a UDP or packet socket, the protocol's engine, and endpoints.
 pub struct Node {
     shared: Arc<Shared>,
@@ -475,7 +458,7 @@ impl Node {
             Some("off") => false,
             Some(other) => return Err(Error::Streams(other.into())),
         };
-        let (wire, address, listener) = bind(&options.bind, has_streams)?;
+        let (wire, address, listener) = wire::bind(&options.bind, has_streams)?;
         let mut config = options.config.clone();
         if config.receive_budget == 0 {
             config.receive_budget = wire.receive_room().clamp(64 << 10, 4 << 20);

@@ -1,11 +1,12 @@
 //! The wire of a node: a UDP socket, or a packet socket at an Ethernet device.
 
-use std::net::SocketAddr;
+use std::net::{SocketAddr, TcpListener};
 use std::os::fd::BorrowedFd;
 
 use super::Error;
 use super::local::Local;
 use super::socket::{Socket, datagram_to, segments_mut};
+use super::streams;
 use crate::ether;
 use crate::ether::address::{Bind, mac_of};
 use crate::proto::Departure;
@@ -21,6 +22,23 @@ pub(super) struct Arrival<'a> {
 pub(super) enum Wire {
     Udp(Socket),
     Ethernet(ether::Socket),
+}
+
+/// Binds the wire, and the TCP port of the same number for streams. If that port is taken, tries other UDP ports, unless the caller wants
+/// a certain one.
+pub(super) fn bind(to: &Bind, has_streams: bool) -> Result<(Wire, SocketAddr, Option<TcpListener>), Error> {
+    const ATTEMPTS: usize = 8;
+    let mut attempts = if matches!(to, Bind::Udp(address) if address.port() == 0) { ATTEMPTS } else { 1 };
+    loop {
+        let wire = Wire::bind(to)?;
+        let address = wire.address().map_err(|error| Error::socket(to, error))?;
+        let is_wanted = has_streams && matches!(wire, Wire::Udp(_));
+        let listener = if is_wanted { streams::listen(address).ok() } else { None };
+        attempts -= 1;
+        if !is_wanted || listener.is_some() || attempts == 0 {
+            return Ok((wire, address, listener));
+        }
+    }
 }
 
 impl Wire {
