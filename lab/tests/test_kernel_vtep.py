@@ -160,6 +160,7 @@ def test_known_flows_pass_no_dispatcher(host: Host):
     moved = host.grows(300, lambda: ping(300))
     assert moved[1] < 30
     assert path(host) == ("kernel", None)
+    assert "tunnel_reason" not in host.ask("link", "list")[0], "packets to a VTEP have a tunnel always"
     assert "link_reason" not in host.ask("status")["kernel"]
     trace = host.ask("trace", MACS[CONTAINER], MACS[FAR])
     assert trace["to"] == ["link far"]

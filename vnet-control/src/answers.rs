@@ -259,7 +259,7 @@ impl Engine {
         })
     }
 
-    /// Why packets of connections that the kernel sends by a link take a tunnel; `None` for a link whose frames vnetd forwards.
+    /// Why packets that the kernel sends by a link take a tunnel; `None` if they need none, or if vnetd forwards the link's frames.
     fn tunnel_reason(&self, link: &Arc<Link>) -> Option<String> {
         self.core.kernel_reaches(link)?.ok()?;
         self.core.tunnel_reason(link).map(Into::into)

@@ -295,7 +295,7 @@ impl Shared {
             let before = engine.accepted();
             let mut is_first = true;
             let found = wire.receive(all, |Arrival { from, packet, congestion }| {
-                // To receive many bytes takes as long as an acknowledgement waits for the application's answer.
+                // Copying a large datagram takes as long as an acknowledgement is delayed: the arrival time is after the copy.
                 if std::mem::take(&mut is_first) {
                     now = self.now();
                 }

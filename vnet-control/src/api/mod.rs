@@ -319,7 +319,7 @@ pub struct Link {
     /// Why vnetd forwards all frames of the link; absent if no interface has the path `kernel`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub path_reason: Option<String>,
-    /// With path `kernel`: why packets of connections take a tunnel, all of them or those of one protocol; absent if nothing is in their way.
+    /// With path `kernel`, native links: why packets take a tunnel, all of them or those of one protocol; absent if they need none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tunnel_reason: Option<String>,
     /// The other host's guests with direct ports.

@@ -403,7 +403,7 @@ impl Core {
         Some(self.shared.kernel_path()?.reaches(link, self.now_ms()))
     }
 
-    /// Why packets of connections that the kernel sends to the other host of `link` take a tunnel; `None` if nothing is in their way.
+    /// Why packets that the kernel sends to the other host of `link` take a tunnel; `None` if they may be translated.
     pub fn tunnel_reason(&self, link: &Link) -> Option<&'static str> {
         self.shared.kernel_path()?.tunnel_reason(link, self.now_ms())
     }

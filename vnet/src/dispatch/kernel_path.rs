@@ -399,7 +399,7 @@ impl KernelPath {
         Err(failed.as_ref().map_or("the wire is not open".into(), |(_, error)| error.clone()))
     }
 
-    /// Why packets of connections to the other host of `link` take the tunnel, in one line; `None` if nothing is in their way.
+    /// Why packets to the other host of `link` take the tunnel, in one line; `None` if they may be translated.
     pub(super) fn tunnel_reason(&self, link: &Link, now_ms: u64) -> Option<&'static str> {
         self.wire.load().as_ref()?.tunnel_reason(link, now_ms)
     }

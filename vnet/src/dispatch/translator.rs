@@ -1,8 +1,8 @@
 //! Translations, joined to dispatchers: which conversations of guests leave without a tunnel, and which of other hosts arrive so.
 //!
-//! The renewer calls [`Translator::tick`] in each of its rounds, every [`POLL`], and when a message has arrived. It takes the conversations
-//! with many frames from the programs, has links offer them (`link/native/translations.rs`), leases to the programs those that are
-//! accepted, and accepts those of other hosts once the programs know them. A lease that is not renewed ends: then frames take the tunnel.
+//! The renewer calls [`Translator::tick`] in each of its rounds, every [`POLL`], and when a message has arrived. It pops conversations with
+//! many frames from the programs' queue, offers them to the other hosts (`link/native/translations.rs`), installs a lease for each accepted
+//! one, and accepts other hosts' offers once their indices are installed. When a lease expires, frames take the tunnel again.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::net::Ipv4Addr;
@@ -34,19 +34,19 @@ struct Host {
     link: Arc<Link>,
     /// Earliest time of the first offer.
     settled_ms: u64,
-    /// Its conversations that programs restore, by index, each with the time since when it is no longer offered.
+    /// Its indices that programs restore; the time is since when an index is no longer offered.
     installed: BTreeMap<u16, (Conversation, Option<u64>)>,
-    /// Conversations to it that programs translate, each with the end of its lease.
+    /// Leases for conversations to this host: the end of each in milliseconds.
     leased: HashMap<Conversation, u64>,
-    /// The last look at its proofs, with an acceptance if it offers anything; and which of TCP and UDP had arrived then.
+    /// Last check of its proofs, after which an acceptance is sent if it offers anything; and whether those of TCP and UDP had arrived.
     looked_ms: Option<u64>,
     proved: [bool; 2],
-    /// When frames were counted last, and when proofs were sent last.
+    /// Last count of frames, and last proofs sent.
     counted_ms: Option<u64>,
     proofs_ms: Option<u64>,
-    /// When it could send translated packets last; `None`: programs restore none.
+    /// Last time that its offers could be accepted; `None`: programs restore none of its packets.
     expected_ms: Option<u64>,
-    /// Its lost packets that the link's counters have, of TCP and UDP.
+    /// Lost packets of TCP and UDP that are in the link's counters already.
     lost: [u64; 2],
 }
 
@@ -58,7 +58,7 @@ pub(super) struct Translator {
     began_ms: Option<u64>,
     /// Indices that an earlier vnetd has accepted, until the other hosts' leases have ended.
     adopted: Vec<Index>,
-    /// The kernel has refused to tell of conversations, which was logged.
+    /// The kernel refuses to pop from the queue; logged once.
     is_refused: bool,
 }
 
@@ -316,14 +316,14 @@ impl Host {
         has_changed
     }
 
-    /// Offers are not accepted any more. Programs restore packets until the last acceptances have ended.
+    /// Accepts no offers. Keeps the installed indices until the other host's leases have expired.
     fn refuse(&mut self, maps: &TranslationMaps, now_ms: u64) {
         if self.expected_ms.is_some_and(|expected_ms| now_ms.saturating_sub(expected_ms) >= KNOWN_MS) {
             self.forget(maps);
         }
     }
 
-    /// Has programs leave packets of this host to port 9790 to the host's network stack.
+    /// Removes all its indices: its packets to port 9790 go to this host's network stack.
     fn forget(&mut self, maps: &TranslationMaps) {
         for (index, (is, _)) in std::mem::take(&mut self.installed) {
             maps.remove(Index { remote: self.remote, index, transport: is.transport });

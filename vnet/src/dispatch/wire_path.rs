@@ -49,7 +49,7 @@ pub(super) struct WirePath {
     _attached: Attached,
     wire: Wire,
     courier: Courier,
-    /// What this host announces; it translates only over links that can.
+    /// This host's terms, announced to the other hosts; `translates` is announced per link.
     announced: WireTerms,
     tunnels: Arc<Tunnels>,
     /// Counters of frames that belong to no link.
@@ -140,7 +140,7 @@ impl WirePath {
     /// Checks that packets to the other host of `link` may be translated.
     ///
     /// # Errors
-    /// The reason why they take the tunnel.
+    /// Why packets take the tunnel, in one line.
     pub(super) fn translates(&self, link: &Link, now_ms: u64) -> Result<(), &'static str> {
         self.takes_translated(link)?;
         if !link.peer_translates() || !link.is_wire_ready(now_ms) {
@@ -149,9 +149,10 @@ impl WirePath {
         Ok(())
     }
 
-    /// Why packets of connections to the other host of `link` take the tunnel, or would; `None` if nothing is in their way.
+    /// Why packets to the other host of `link` take the tunnel, or would; `None` if they may be translated, and for links that are not native.
     pub(super) fn tunnel_reason(&self, link: &Link, now_ms: u64) -> Option<&'static str> {
-        let lost = || match link.translations()?.unproved(now_ms) {
+        let translations = link.translations()?;
+        let lost = || match translations.unproved(now_ms) {
             [true, true] => Some("packets to TCP and UDP port 9790 do not arrive at the other host"),
             [true, false] => Some("packets to TCP port 9790 do not arrive at the other host"),
             [false, true] => Some("packets to UDP port 9790 do not arrive at the other host"),
@@ -176,7 +177,7 @@ impl WirePath {
         }
     }
 
-    /// Sends translated packets of the largest size that carry nothing to the other host of `link`.
+    /// Sends proofs to the other host of `link`: translated packets of index 0 and the path MTU, one of each protocol.
     pub(super) fn prove(&self, link: &Link) {
         let (Some(way), Some(remote)) = (self.tunnels.underlay(link), link.wire_remote()) else { return };
         for transport in Transport::ALL {

@@ -100,11 +100,11 @@ pub enum Target {
 /// Frames to another host that may leave without a tunnel (`translations`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Translates {
-    /// None: the other host takes no such packets.
+    /// No frames: the other host takes no translated packets.
     Nothing,
-    /// All but super-frames of UDP, whose segments may be as long as the guest's MTU, which is larger than the path's.
+    /// All except UDP super-frames: the guest's MTU, and so a segment, may exceed the path MTU.
     NoUdpSuperFrames,
-    /// All.
+    /// All frames that fit the path MTU, super-frames included.
     All,
 }
 

@@ -44,10 +44,10 @@ impl TranslationMaps {
         TranslationMaps(Mutex::new(Maps { conversations, translations, wanted }))
     }
 
-    /// Takes the next conversation with many frames off the programs' queue; `None` if the queue is empty.
+    /// Pops the next conversation with many frames from the programs' queue; `None` if the queue is empty.
     ///
     /// # Errors
-    /// The kernel lets vnetd not take from the queue.
+    /// The kernel refuses to pop from the queue.
     pub fn next_wanted(&self) -> Result<Option<Wanted>, MapError> {
         match self.0.lock().wanted.pop(0) {
             Ok(value) => Ok(value.wanted()),
@@ -56,8 +56,8 @@ impl TranslationMaps {
         }
     }
 
-    /// Has the frames of `conversation` to `remote` leave translated until `until_ns`, a time of CLOCK_MONOTONIC. Returns false if the kernel
-    /// has no memory.
+    /// Installs a lease: programs translate frames of `conversation` to `remote` until `until_ns` (CLOCK_MONOTONIC). Returns false if the
+    /// kernel has no memory.
     pub fn lease(&self, conversation: &Conversation, index: u16, remote: Ipv4Addr, until_ns: u64) -> bool {
         let mut maps = self.0.lock();
         let key = ConversationKey::new(conversation);
@@ -73,25 +73,25 @@ impl TranslationMaps {
         (value.remote == remote.to_bits()).then_some(value.frames)
     }
 
-    /// Ends the translation of a conversation to `remote`.
+    /// Ends the lease of a conversation to `remote`.
     pub fn end(&self, conversation: &Conversation, remote: Ipv4Addr) {
         let mut maps = self.0.lock();
         let key = ConversationKey::new(conversation);
         // The programs may have forgotten it.
         let now = maps.conversations.get(&key, 0).ok().filter(|now| now.remote == remote.to_bits());
         if let Some(now) = now {
-            // Its frames go on to be counted.
+            // Programs keep counting its frames.
             let _ = maps.conversations.insert(key, TranslatedValue { until_ns: 0, ..now }, 0);
         }
     }
 
-    /// Has packets with `index` restored as those of `conversation`. Returns false if there is no room.
+    /// Installs an index: programs restore its packets as those of `conversation`. Returns false if the map is full.
     pub fn insert(&self, index: Index, conversation: &Conversation) -> bool {
         let value = TranslationValue { is: ConversationKey::new(conversation), seen_ns: 0, lost: 0 };
         self.0.lock().translations.insert(TranslationKey::new(index), value, 0).is_ok()
     }
 
-    /// Has proofs of a host noted. Returns what is noted of them; `None` if there is no room.
+    /// Makes programs note a host's proofs. Returns what they have noted; `None` if the map is full.
     pub fn expect_proof(&self, remote: Ipv4Addr, transport: Transport) -> Option<Seen> {
         let index = Index { remote, index: 0, transport };
         self.seen(index).or_else(|| {
@@ -109,11 +109,11 @@ impl TranslationMaps {
 
     /// Forgets an index.
     pub fn remove(&self, index: Index) {
-        // Absent if there was no room.
+        // Absent if the map was full.
         let _ = self.0.lock().translations.remove(&TranslationKey::new(index));
     }
 
-    /// The known indices, also those of an earlier vnetd.
+    /// All installed indices, also those of an earlier vnetd.
     pub fn indices(&self) -> Vec<Index> {
         self.0.lock().translations.keys().flatten().filter_map(|key| key.index()).collect()
     }

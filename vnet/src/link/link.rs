@@ -415,7 +415,7 @@ impl Courier {
         self.inquiry((&link.common, native), is_answer, &[&MAGIC, text].concat())
     }
 
-    /// Tells the other host of `link` whether its trials of the wire arrive, and this host's terms.
+    /// Announces the wire to the other host of `link`: this host's terms, and whether that host's trials arrive.
     pub fn announce_wire(&self, link: &Link, terms: WireTerms, now_ms: u64) {
         if let Some(native) = link.native() {
             self.wire_announcement((&link.common, native), terms, now_ms);

@@ -89,8 +89,8 @@ INLINE int replace_ports(struct __sk_buff *skb, const struct packet *is, __u32 p
 	return bpf_skb_change_tail(skb, at + 1, 0) ? 1 : -1;
 }
 
-/* Writes the packet's headers with other addresses and ports, in the byte order of a frame. The transport checksum is that of these ports
- * already. Not 0: the packet is damaged. */
+/* Rewrites addresses and ports, given in the byte order of a frame, and updates both checksums for the addresses; that of the transport
+ * header covers the new ports already. Nonzero: the packet is damaged. */
 INLINE int rewrite(struct __sk_buff *skb, struct packet *is, const __be32 hosts[2], __u32 ports)
 {
 	__s64 change = bpf_csum_diff((__be32 *)&is->ip.src, 8, (__be32 *)hosts, 8, 0);
@@ -117,8 +117,8 @@ INLINE void note(const struct wanted *one, struct translated *known)
 		bpf_map_push_elem(&wanted, one, 0);
 }
 
-/* Whether a translated frame fits the path MTU. The segments of a UDP super-frame may have more headers than UDP's, those of a tunnel
- * inside the guest, so their length is unknown here: they fit the guest's MTU. */
+/* Whether a translated frame fits the path MTU. The segment length of a UDP super-frame is unknown: a tunnel inside the guest adds headers
+ * that gso_size does not include. But it is at most the guest's MTU, and TRANSLATES_DATAGRAMS says that this fits. */
 INLINE int fits_translated(struct __sk_buff *skb, __u16 protocol, const struct flow *flow)
 {
 	__u32 len = *(volatile __u32 *)&skb->len, size = *(volatile __u32 *)&skb->gso_size, headers;
@@ -235,7 +235,7 @@ INLINE long restore(struct __sk_buff *skb, struct packet *is)
 		return bpf_map_lookup_elem(&translations, &key) ? lose(&key) : TC_ACT_UNSPEC;
 	}
 	peer = bpf_map_lookup_elem(&peers, &at);
-	/* Anybody could have sent a packet that arrives at another device than that of the route to the peer. */
+	/* Reverse path check: the device of the route to the peer. */
 	if (!peer || peer->device != skb->ifindex || peer->local != __builtin_bswap32(is->ip.dst))
 		return lose(&key);
 	head.from = flow.from = *(volatile __u16 *)&peer->from;
@@ -249,7 +249,7 @@ INLINE long restore(struct __sk_buff *skb, struct packet *is)
 	hosts[1] = known->is.destination;
 	ports = known->is.ports;
 	is->ip.ttl = known->is.ttl;
-	/* A router's DSCP is not the guest's, its mark of congestion is. */
+	/* ECN is end to end (RFC 3168); a router's DSCP is not for the guest. */
 	is->ip.tos &= ECN;
 	if (bpf_map_lookup_elem(&translations, &key) != known ||
 	    bpf_l4_csum_replace(skb, sum_at(is), is->ports, ports, sum_flags(is) | sizeof(ports)) ||

@@ -59,8 +59,8 @@ impl Courier {
         let _ = self.post(link, Kind::Probe, &probe_payload(id, tag, len));
     }
 
-    /// Tells the other host whether its trials of the wire arrive, once that is known, and this host's terms. A send error counts as
-    /// packet loss.
+    /// Announces the wire: this host's terms, and whether the other host's trials arrive. Sends nothing until that is known. A send error
+    /// counts as packet loss.
     pub(in crate::link) fn wire_announcement(&self, link: Of<'_>, terms: WireTerms, now_ms: u64) {
         if let Some(announcement) = link.1.wire.announcement(terms, now_ms) {
             let _ = self.post(link, Kind::Probe, &announcement);

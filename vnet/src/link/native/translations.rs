@@ -47,8 +47,8 @@ pub const ACCEPT_MS: u64 = 2_500;
 pub const KNOWN_MS: u64 = ACCEPT_MS + LEASE_MS + 2_000;
 /// Time in milliseconds after which a conversation without frames is offered no longer.
 pub const UNUSED_MS: u64 = 30_000;
-/// A conversation is barred after more than this number of seconds with frames of which the other host has seen none. If proofs are lost,
-/// too, that is noticed sooner, and all conversations take the tunnel without being barred.
+/// Maximum number of seconds in which a leased conversation has frames and the other host sees none; then it is barred. If the path loses
+/// proofs, too, the lease ends sooner, and nothing is barred.
 const UNSEEN_MAX: u32 = 4;
 /// Minimum time in milliseconds from one wake-up of the thread that applies messages to the next.
 const WAKE_MS: u64 = 20;
@@ -68,7 +68,7 @@ struct Offered {
     since_ms: u64,
     /// Number of seconds with frames since the other host has reported one last.
     unseen: u32,
-    /// Its packets do not arrive: it takes the tunnel as long as it is in use.
+    /// Barred: its packets get lost without a tunnel, so it keeps the tunnel until it is unused.
     is_barred: bool,
 }
 
@@ -129,9 +129,11 @@ pub struct Leased {
 pub(crate) struct Translations {
     mine: Mutex<Mine>,
     theirs: Mutex<Theirs>,
-    /// The thread that applies messages, whether there is something for it, and when a message woke it last.
+    /// The thread that applies messages.
     applier: OnceLock<Thread>,
+    /// A message or a new conversation waits for the applier.
     has_news: AtomicBool,
+    /// Last wake-up by a message, for the limit of [`WAKE_MS`].
     woken_ms: AtomicU64,
 }
 
@@ -155,7 +157,7 @@ impl Translations {
         self.applier.get_or_init(std::thread::current);
     }
 
-    /// Whether since the last call a message has arrived, or a guest has got a conversation to offer.
+    /// Whether a message has arrived, or a conversation was added, since the last call.
     pub(crate) fn has_news(&self) -> bool {
         self.has_news.swap(false, Relaxed)
     }
@@ -250,7 +252,7 @@ impl Translations {
         true
     }
 
-    /// Whether connections of TCP, and flows of UDP, wait for proofs that do not arrive.
+    /// Whether conversations of TCP, and of UDP, have waited for a proof for longer than a lease.
     pub(crate) fn unproved(&self, now_ms: u64) -> [bool; 2] {
         let mine = self.mine.lock();
         let is_old = |at_ms: u64| now_ms.saturating_sub(at_ms) >= LEASE_MS;
