@@ -279,7 +279,9 @@ def test_a_host_restarts_while_the_store_is_away(topology: Topology):
     others = {key for key in store.records(topology) if key.rpartition("/")[2] not in (host.name, source.mac)}
     # The state may also contain records that earlier tests forged.
     with contextlib.suppress(LabError):
-        wait_until("h2 to have kept what it knows", lambda: state_file(topology, host).exists() and others <= kept(), 10)
+        wait_until(
+            "h2 to have kept what it knows", lambda: state_file(topology, host).exists() and others <= kept(), 10
+        )
     assert others - kept() == set()
     assert state_file(topology, host).stat().st_mode & 0o777 == 0o600
     before = {host.name: alarms(host) for host in topology.hosts}
