@@ -276,13 +276,18 @@ def test_a_host_restarts_while_the_store_is_away(topology: Topology):
     def kept() -> set[str]:
         return {key for key, _ in json.loads(state_file(topology, host).read_text())["records"]}
 
-    others = {key for key in store.records(topology) if key.rpartition("/")[2] not in (host.name, source.mac)}
-    # The state may also contain records that earlier tests forged.
+    # The withdrawal of an interface that an earlier test deleted stays in the store for a minute, and is not kept.
+    foreign = {
+        key: record
+        for key, record in store.records(topology).items()
+        if key.rpartition("/")[2] not in (host.name, source.mac)
+    }
+    others = {key for key, record in foreign.items() if not record.get("withdrawn")}
     with contextlib.suppress(LabError):
         wait_until(
             "h2 to have kept what it knows", lambda: state_file(topology, host).exists() and others <= kept(), 10
         )
-    assert others - kept() == set()
+    assert others - kept() == set(), foreign
     assert state_file(topology, host).stat().st_mode & 0o777 == 0o600
     before = {host.name: alarms(host) for host in topology.hosts}
     store.stop(topology)

@@ -9,6 +9,8 @@ from vnetlab import daemon
 from vnetlab.run import LabError, run
 from vnetlab.underlay import CONGESTION_CONTROL
 
+SOURCES = ("Cargo.toml", "Cargo.lock", "vnet", "vnet-control", "vnetd", "vnet-cli", "interconnect", "fabric")
+"""What programs are built from: figures stay comparable if anything else changes."""
 PACKAGES = (
     "iperf3",
     "iputils-ping",
@@ -65,12 +67,15 @@ def versions() -> dict[str, str]:
 
 
 def _vnet() -> str:
+    """The version of vnetd, and the last commit that changed what programs are built from."""
     version = run([str(daemon.binaries() / "vnetd"), "--version"]).strip()
+    git = ["git", "-C", str(daemon.REPOSITORY)]
     try:
-        revision = run(["git", "-C", str(daemon.REPOSITORY), "describe", "--always", "--dirty"]).strip()
+        revision = run([*git, "log", "-1", "--format=%h", "--", *SOURCES]).strip()
+        changed = run([*git, "status", "--porcelain", "--", *SOURCES]).strip()
     except LabError:
         return version
-    return f"{version} ({revision})"
+    return f"{version} ({revision}{'-dirty' if changed else ''})"
 
 
 def _read(path: str, otherwise: str) -> str:

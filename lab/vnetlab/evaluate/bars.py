@@ -1,6 +1,7 @@
 """The evaluation's bars: bounds that vnet should reach. Whether one is met follows from the measured medians."""
 
 import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -64,20 +65,27 @@ class Bar:
         figure = f"no figures: {lacking}"
         verdict = MISSED
         if not lacking:
-            value, ratio, worst, count = self._worst(result)
+            found = self._found(result)
+            value, ratio, worst = self._worst(result)
             several = len({each.metric for each in self.ratios}) > 1
             metric = f"{METRICS[ratio.metric].title}: " * several
             figure = f"{metric}{value:.3f}x with {worst.contender} ({bench.describe(worst.conditions)})"
-            figure += f", the worst of {count}" * (count > 1)
+            if len(found) > 1:
+                figure += f", the worst of {len(found)}"
+                if all(0 < other < math.inf for other, _, _ in found):
+                    mean = statistics.geometric_mean(other for other, _, _ in found)
+                    figure += f"; geometric mean {mean:.3f}x"
             reason = self.worse.get(worst.contender, "")
             verdict = BESIDE if met is None else MET if met else f"{MISSED}{': ' * bool(reason)}{reason}"
         return (self.text, self.bound, figure, verdict, f"`{self.experiment}`")
 
-    def _worst(self, result: Result) -> tuple[float, Ratio, Measured, int]:
-        """The worst value, what it is of, its measurement, and the number of all."""
-        found = [(self._value(ratio, each), ratio, each) for ratio in self.ratios for each in ratio.measured(result)]
-        worst = (max if self.at_most is not None else min)(found, key=lambda each: each[0])
-        return *worst, len(found)
+    def _found(self, result: Result) -> list[tuple[float, Ratio, Measured]]:
+        """The values, what each is of, and its measurement."""
+        return [(self._value(ratio, each), ratio, each) for ratio in self.ratios for each in ratio.measured(result)]
+
+    def _worst(self, result: Result) -> tuple[float, Ratio, Measured]:
+        """The worst of them."""
+        return (max if self.at_most is not None else min)(self._found(result), key=lambda each: each[0])
 
     def _value(self, ratio: Ratio, measured: Measured) -> float:
         """What is compared with the bound."""

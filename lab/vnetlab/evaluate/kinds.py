@@ -66,6 +66,7 @@ BRIDGED = VxlanContainers("bridge and kernel VXLAN")
 MACVLAN = Macvlan()
 TAP = Vnet("vnet, TAP")
 VETH = Vnet("vnet, veth", container="veth")
+TUNNEL = Vnet("vnet, veth, all packets in the tunnel", (("translate", "off"),), container="veth")
 DIRECT = Vnet("vnet, local", lan=True)
 KINDS: tuple[Contender, ...] = (NATIVE, BRIDGED, MACVLAN, TAP, VETH, DIRECT)
 JUDGED: tuple[Contender, ...] = (NATIVE, BRIDGED, TAP, VETH)
@@ -83,6 +84,7 @@ STANDS_FOR = {
     MACVLAN.name: "a direct function of an adapter (IOV, passthrough): containers on macvlan",
     TAP.name: "VNET/P and VNET/P+: containers whose frames vnetd reads from a TAP",
     VETH.name: "the same with the kernel's own path for known flows, on one host and between hosts",
+    TUNNEL.name: "the same without translation: what the tunnel itself costs; for TCP requests only",
     DIRECT.name: "VNET's direct mode, and Ethernet frames on the wire as on Kitten: vnetd without encapsulation",
     TINC.name: "a user-level overlay that people use today; for MPI messages only",
 }

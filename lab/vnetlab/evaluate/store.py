@@ -43,7 +43,7 @@ def begin(experiment: Experiment, options: EvaluateOptions, repeat: int, kept: P
         if old != new:
             raise LabError(f"{path} has figures of {what} {old}, this is {new}: choose --fresh to measure all anew")
     # Contenders that failed get another chance.
-    result.failures, result.repeat, result.command = [], repeat, empty.command
+    result.failures, result.repeat, result.command, result.notes = [], repeat, empty.command, empty.notes
     return result
 
 
