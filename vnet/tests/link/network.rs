@@ -1,13 +1,13 @@
 //! The bridge in a network namespace in which devices, addresses and the path MTU change.
 
 use std::fs::File;
-use std::net::{Ipv4Addr, UdpSocket};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, UdpSocket};
 use std::os::fd::{AsRawFd, FromRawFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vnet::frame::{BATCH_MAX, DropSink, PortId};
-use vnet::link::{Encapsulation, HOPS_UNKNOWN, Link, LinkState, Peers};
+use vnet::link::{Bridge, Encapsulation, HOPS_UNKNOWN, Link, LinkState, Peers, ReassemblyBudget};
 use vnet::source::{BatchSlot, Source, receive};
 use vnet::stats::DropReason;
 
@@ -130,6 +130,20 @@ fn captured(capture: &UdpSocket) -> Vec<(usize, bool)> {
         }
     }
     packets
+}
+
+#[test]
+fn the_kernels_choice_of_a_port_is_free_for_sealed_links_too() {
+    let Some(_network) = Network::new() else { return };
+    std::fs::write("/proc/sys/net/ipv4/ip_local_port_range", "40000 40001").unwrap();
+    let _taken = TcpListener::bind("127.0.0.1:40000").unwrap();
+    // The kernel would choose either of both UDP ports.
+    for _ in 0..16 {
+        let budget = Arc::new(ReassemblyBudget::new(ReassemblyBudget::HOST));
+        let any = "127.0.0.1:0".parse().unwrap();
+        let bridges = Bridge::bind_group(any, 1, 2, &Arc::default(), &budget).unwrap();
+        assert_eq!(bridges[0].local_addr(), SocketAddr::from(([127, 0, 0, 1], 40_001)));
+    }
 }
 
 #[test]

@@ -25,14 +25,14 @@
 //! them; dispatcher 0 receives there.
 
 use std::io;
-use std::net::SocketAddr;
+use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
 
 use super::udp::Socket;
 use crate::inherit::{self, Inheritance};
 use crate::listen::until;
 
-/// Maximum number of attempts to get consecutive free ports when the kernel chooses the first one.
+/// Maximum number of attempts to get free ports when the kernel chooses the first one.
 const TRIES: usize = 32;
 
 /// The setting that names the bridge's address.
@@ -78,12 +78,19 @@ pub(in crate::link) fn bind_group(
     if listen.port() != 0 {
         return until(|| bind_all(listen, ports, dispatchers), in_use);
     }
-    let mut sockets = bind_all(listen, ports, dispatchers);
+    // Sealed links listen on the TCP port of the same number, which the kernel has not looked at.
+    let bind_any = || {
+        let sockets = bind_all(listen, ports, dispatchers)?;
+        let first = sockets[0][0].local();
+        TcpListener::bind(first).map_err(|error| BridgeError::new(LISTEN, first, error))?;
+        Ok(sockets)
+    };
+    let mut sockets = bind_any();
     for _ in 1..TRIES {
         if !sockets.as_ref().is_err_and(in_use) {
             break;
         }
-        sockets = bind_all(listen, ports, dispatchers);
+        sockets = bind_any();
     }
     sockets
 }
