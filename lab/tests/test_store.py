@@ -276,7 +276,7 @@ def test_a_host_restarts_while_the_store_is_away(topology: Topology):
     def kept() -> set[str]:
         return {key for key, _ in json.loads(state_file(topology, host).read_text())["records"]}
 
-    # The withdrawal of an interface that an earlier test deleted stays in the store for a minute, and is not kept.
+    # Withdrawn records stay in the store for 60 s (WITHDRAWN_MS) but are never saved.
     foreign = {
         key: record
         for key, record in store.records(topology).items()

@@ -145,7 +145,11 @@ impl Socket {
     pub(crate) fn receive(&mut self, all: bool) -> Option<Received<'_>> {
         let mut taken = None;
         for (fd, place) in self.busy.sockets(self.socket.as_raw_fd(), all).into_iter().flatten() {
-            taken = receive_by(fd, &mut self.buffer);
+            let received = receive_by(fd, &mut self.buffer, self.busy.only_sender(place));
+            if received.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock) {
+                self.busy.emptied(place);
+            }
+            taken = received.ok();
             if !self.busy.polled(place, taken.as_ref().map(|taken| taken.from)) {
                 break;
             }
@@ -254,14 +258,16 @@ impl Socket {
     }
 }
 
-/// Receives a datagram into `buffer` without blocking.
-fn receive_by(fd: RawFd, buffer: &mut [u8]) -> Option<Taken> {
+/// Receives a datagram into `buffer` without blocking. Without a `sender` the kernel names it.
+fn receive_by(fd: RawFd, buffer: &mut [u8], sender: Option<SocketAddr>) -> io::Result<Taken> {
     // SAFETY: both are plain C structures, for which zero bytes are valid.
     let (mut name, mut message) = unsafe { (zeroed::<libc::sockaddr_storage>(), zeroed::<libc::msghdr>()) };
     let mut control = Control([0; CONTROL_BYTES]);
     let mut vector = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
-    message.msg_name = ptr::from_mut(&mut name).cast();
-    message.msg_namelen = size_of::<libc::sockaddr_storage>() as u32;
+    if sender.is_none() {
+        message.msg_name = ptr::from_mut(&mut name).cast();
+        message.msg_namelen = size_of::<libc::sockaddr_storage>() as u32;
+    }
     message.msg_iov = &mut vector;
     message.msg_iovlen = 1;
     message.msg_control = control.0.as_mut_ptr().cast();
@@ -275,7 +281,7 @@ fn receive_by(fd: RawFd, buffer: &mut [u8]) -> Option<Taken> {
         -1 if io::Error::last_os_error().kind() != io::ErrorKind::WouldBlock => receive(),
         len => len,
     };
-    let len = usize::try_from(len).ok()?;
+    let len = usize::try_from(len).map_err(|_| io::Error::last_os_error())?;
     let (mut segment, mut congestion) = (len, false);
     // SAFETY: the kernel filled the message header; CMSG_FIRSTHDR reads only its control part.
     let mut header = unsafe { libc::CMSG_FIRSTHDR(&message) };
@@ -296,8 +302,8 @@ fn receive_by(fd: RawFd, buffer: &mut [u8]) -> Option<Taken> {
             header = libc::CMSG_NXTHDR(&message, header);
         }
     }
-    let from = from_raw(&name)?;
-    Some(Taken { from, len, segment: segment.max(1), congestion })
+    let from = sender.or_else(|| from_raw(&name)).ok_or(io::ErrorKind::InvalidData)?;
+    Ok(Taken { from, len, segment: segment.max(1), congestion })
 }
 
 fn transmit(

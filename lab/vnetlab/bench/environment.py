@@ -9,8 +9,11 @@ from vnetlab import daemon
 from vnetlab.run import LabError, run
 from vnetlab.underlay import CONGESTION_CONTROL
 
-SOURCES = ("Cargo.toml", "Cargo.lock", "vnet", "vnet-control", "vnetd", "vnet-cli", "interconnect", "fabric")
-"""What programs are built from: figures stay comparable if anything else changes."""
+SOURCES = (
+    *("Cargo.toml", "Cargo.lock", "vnet", "vnet-control", "vnetd", "vnet-cli", "interconnect", "fabric"),
+    *("lab/workloads", "lab/vnetlab"),
+)
+"""What figures depend on: sources of the measured programs, and what measures them. Not tests or documents."""
 PACKAGES = (
     "iperf3",
     "iputils-ping",
@@ -67,7 +70,7 @@ def versions() -> dict[str, str]:
 
 
 def _vnet() -> str:
-    """The version of vnetd, and the last commit that changed what programs are built from."""
+    """The version of vnetd, and the last commit that changed what figures depend on (SOURCES)."""
     version = run([str(daemon.binaries() / "vnetd"), "--version"]).strip()
     git = ["git", "-C", str(daemon.REPOSITORY)]
     try:

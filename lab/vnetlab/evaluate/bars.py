@@ -12,7 +12,7 @@ from vnetlab.evaluate.claims import Measured, Ratio, Reasons
 from vnetlab.evaluate.guests import EARLY_ALWAYS, EARLY_DEFAULT, OFF
 from vnetlab.evaluate.kinds import BRIDGED, NATIVE, TINC, VNETS
 from vnetlab.evaluate.network import MESSAGE_BYTES
-from vnetlab.evaluate.reasons import LATENCY, RATES, TRACED
+from vnetlab.evaluate.reasons import LATENCY, NATIVE_LATENCY, NOISE, RATES, TRACED
 from vnetlab.topology import Wire
 
 HEAD = ("bar", "bound", "measured", "", "experiment")
@@ -80,11 +80,11 @@ class Bar:
         return (self.text, self.bound, figure, verdict, f"`{self.experiment}`")
 
     def _found(self, result: Result) -> list[tuple[float, Ratio, Measured]]:
-        """The values, what each is of, and its measurement."""
+        """The value of each case, with its ratio and its measurement."""
         return [(self._value(ratio, each), ratio, each) for ratio in self.ratios for each in ratio.measured(result)]
 
     def _worst(self, result: Result) -> tuple[float, Ratio, Measured]:
-        """The worst of them."""
+        """The case with the worst value, as in `_found`."""
         return (max if self.at_most is not None else min)(self._found(result), key=lambda each: each[0])
 
     def _value(self, ratio: Ratio, measured: Measured) -> float:
@@ -115,7 +115,7 @@ HPCC_TIMES = ("pingpong_latency_us", "ring_latency_us")
 APPLICATIONS = (
     ("NPB", "nas", OPERATIONS, RATES),
     ("HPCC, rates", "challenge", HPCC_RATES, RATES),
-    ("HPCC, latencies", "challenge", HPCC_TIMES, LATENCY),
+    ("HPCC, latencies", "challenge", HPCC_TIMES, NATIVE_LATENCY),
 )
 ON_WIRES = "1 and 10 Gbit/s"
 _TWO: Conditions = {"ranks": 2, "placement": ranks.INTER}
@@ -156,9 +156,9 @@ BARS = (
             experiment,
             _on_wires(metrics, BRIDGED.name, (9000, 1500)),
             1,
-            worse=why,
+            worse=NOISE,
         )
-        for name, experiment, metrics, why in APPLICATIONS
+        for name, experiment, metrics, _ in APPLICATIONS
     ),
     Bar(
         "advective application, 2 ranks, inter: computing / native",

@@ -153,8 +153,8 @@ EXPERIMENTS = {
             ("operations_per_s",),
             (
                 "The kernels of docs/workloads.md with a rank on each host. A run whose result does not verify is a "
-                "failure. Plots show multiples of native. EP sends a few sums in all: how far its ratios are from 1 is "
-                "how exact a ratio is on a machine whose speed changes.",
+                "failure. Plots show multiples of native. EP communicates only once, at the end: the deviation of its "
+                "ratios from 1 shows the measurement noise.",
                 _RANKS,
                 _SHAPED,
             ),

@@ -327,7 +327,7 @@ pub(super) struct Tally {
     pub(super) frames: AtomicU64,
     pub(super) bytes: AtomicU64,
     pub(super) used_ns: AtomicU64,
-    zero: AtomicU64,
+    zero: [AtomicU64; 5],
 }
 
 /// The current state that every verdict is compared with.

@@ -38,8 +38,6 @@ static long (*const bpf_redirect_neigh)(__u32 device, void *next, int len, __u64
 	(void *)BPF_FUNC_redirect_neigh;
 static long (*const bpf_fib_lookup)(void *ctx, struct bpf_fib_lookup *params, int len, __u32 flags) =
 	(void *)BPF_FUNC_fib_lookup;
-static __s64 (*const bpf_csum_diff)(__be32 *from, __u32 from_len, __be32 *to, __u32 to_len, __u32 seed) =
-	(void *)BPF_FUNC_csum_diff;
 static struct bpf_sock *(*const bpf_skc_lookup_tcp)(void *ctx, struct bpf_sock_tuple *tuple, __u32 size,
 						     __u64 netns, __u64 flags) = (void *)BPF_FUNC_skc_lookup_tcp;
 static long (*const bpf_map_update_elem)(void *map, const void *key, const void *value, __u64 flags) =
@@ -314,7 +312,9 @@ INLINE void count(const struct verdict *verdict)
 		return;
 	__sync_fetch_and_add(&tally->frames, 1);
 	__sync_fetch_and_add(&tally->bytes, (__u64)verdict->len);
-	tally->used_ns = verdict->now_ns;
+	/* The time changes once a tick. */
+	if (tally->used_ns != verdict->now_ns)
+		tally->used_ns = verdict->now_ns;
 }
 
 #endif

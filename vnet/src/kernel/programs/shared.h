@@ -88,7 +88,8 @@ struct tally {
 	__u64 bytes;
 	/* CLOCK_MONOTONIC time of the last frame. */
 	__u64 used_ns;
-	__u64 zero;
+	/* Each has a cache line: flows of both directions, which two processors count, would otherwise share one. */
+	__u64 zero[5];
 };
 
 /* A device with a program. */

@@ -37,12 +37,6 @@ INLINE int is_translatable(struct __sk_buff *skb, struct packet *is)
 	       !(is->ip.fragment & ~DONT_FRAGMENT_BE) && (is->ip.protocol == TCP || is->ip.protocol == UDP) && !ip_sum(&is->ip);
 }
 
-INLINE __u32 fold(__u32 sum)
-{
-	sum = (sum & 0xffff) + (sum >> 16);
-	return (sum & 0xffff) + (sum >> 16);
-}
-
 /* A partial checksum: the sum of the pseudo-header's addresses, protocol and length. */
 INLINE __u16 pseudo_sum(const struct ip4 *ip)
 {
@@ -93,7 +87,7 @@ INLINE int replace_ports(struct __sk_buff *skb, const struct packet *is, __u32 p
  * header covers the new ports already. Nonzero: the packet is damaged. */
 INLINE int rewrite(struct __sk_buff *skb, struct packet *is, const __be32 hosts[2], __u32 ports)
 {
-	__s64 change = bpf_csum_diff((__be32 *)&is->ip.src, 8, (__be32 *)hosts, 8, 0);
+	__u32 change = carry((__u64)~is->ip.src + ~is->ip.dst + hosts[0] + hosts[1]);
 
 	if (bpf_l4_csum_replace(skb, sum_at(is), 0, change, sum_flags(is) | BPF_F_PSEUDO_HDR))
 		return -1;
@@ -225,6 +219,7 @@ INLINE long restore(struct __sk_buff *skb, struct packet *is)
 	struct flow *found;
 	struct peer *peer;
 	__be32 hosts[2];
+	__u64 seen_ns;
 	__u32 ports;
 	long sent;
 
@@ -239,7 +234,10 @@ INLINE long restore(struct __sk_buff *skb, struct packet *is)
 	if (!peer || peer->device != skb->ifindex || peer->local != __builtin_bswap32(is->ip.dst))
 		return lose(&key);
 	head.from = flow.from = *(volatile __u16 *)&peer->from;
-	known->seen_ns = now();
+	seen_ns = now();
+	/* The time changes once a tick. */
+	if (known->seen_ns != seen_ns)
+		known->seen_ns = seen_ns;
 	if (!key.index)
 		return TC_ACT_SHOT;
 	__builtin_memcpy(is->dst, known->is.dst, sizeof(is->dst) + sizeof(is->src));
