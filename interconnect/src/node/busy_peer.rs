@@ -22,6 +22,8 @@ const IN_A_ROW: u32 = 64;
 const NODE_EVERY: u32 = 4;
 /// Pause after the socket could not be opened.
 const BARRED_NS: u64 = 10_000_000_000;
+/// Age of the peer's socket at which nothing can be on its way into it any more that came before it was connected.
+const SETTLED_NS: u64 = 100_000_000;
 /// A port of the own address from which no program sends (tcpmux).
 const NOBODY: u16 = 1;
 
@@ -58,6 +60,9 @@ pub(super) struct BusyPeer {
     is_new: bool,
     /// What others sent before the peer's socket was connected is not in it any more.
     is_peers_alone: bool,
+    /// When the socket was connected, and the time of the last look at what is to be done.
+    opened_at: u64,
+    looked_at: u64,
     /// Sender and place of the last datagram.
     last: Option<(SocketAddr, Place)>,
     barred_until: u64,
@@ -78,14 +83,26 @@ impl BusyPeer {
         if polls_node { [node, peer] } else { [peer, None] }
     }
 
-    /// The only host that datagrams in this socket can be of, if there is one: to have the kernel name it takes 0.2 us a datagram.
+    /// The only host that datagrams in this socket can be of, if there is one: to have the kernel name it takes 0.2 to 0.5 us a datagram.
     pub(super) fn only_sender(&self, place: Place) -> Option<SocketAddr> {
         self.connected.as_ref().filter(|_| place == Place::Peer && self.is_peers_alone).map(|(_, peer)| *peer)
     }
 
     /// Nothing waited in a socket.
     pub(super) fn emptied(&mut self, place: Place) {
-        self.is_peers_alone |= place == Place::Peer;
+        self.is_peers_alone |= place == Place::Peer && self.looked_at >= self.opened_at + SETTLED_NS;
+    }
+
+    /// A socket has reported an error. The peer's is taken away if it is not connected any more (SOCK_DESTROY): everybody's datagrams
+    /// would arrive there.
+    pub(super) fn doubt(&mut self, place: Place) {
+        let end = |address: SocketAddr| (address.ip(), address.port());
+        let is_lost = |(socket, peer): &(UdpSocket, SocketAddr)| {
+            place == Place::Peer && socket.peer_addr().ok().map(end) != Some(end(*peer))
+        };
+        if self.connected.as_ref().is_some_and(is_lost) {
+            self.retire();
+        }
     }
 
     /// A socket was polled, and had a datagram of this sender, or none. Returns whether the next one is polled.
@@ -116,7 +133,8 @@ impl BusyPeer {
     }
 
     /// What is to be done.
-    pub(super) fn change(&self, now: u64) -> Option<Change> {
+    pub(super) fn change(&mut self, now: u64) -> Option<Change> {
+        self.looked_at = now;
         match (&self.retired, &self.connected, self.row.0) {
             (Some((_, is_empty)), ..) => is_empty.then_some(Change::Close),
             (None, Some(_), _) => (self.others >= IN_A_ROW).then_some(Change::Retire),
@@ -144,7 +162,8 @@ impl BusyPeer {
         let opened = connected(node, peer).and_then(|socket| watched(&socket).map(|()| socket));
         match opened {
             Ok(socket) => {
-                (self.connected, self.is_new, self.is_peers_alone) = (Some((socket, peer)), true, false);
+                (self.connected, self.opened_at) = (Some((socket, peer)), now);
+                (self.is_new, self.is_peers_alone) = (true, false);
             }
             Err(_) => self.barred_until = now + BARRED_NS,
         }
@@ -267,6 +286,8 @@ mod tests {
         busy.open(0, &node, from, |_| Ok(()));
         assert_eq!((busy.change(0), busy.socket_to(stranger), busy.peer()), (None, None, Some(from)));
         // Others may have sent to its socket before it was connected.
+        busy.emptied(Place::Peer);
+        busy.change(SETTLED_NS);
         busy.emptied(Place::Node);
         assert_eq!(busy.only_sender(Place::Peer), None);
         busy.emptied(Place::Peer);
@@ -311,6 +332,30 @@ mod tests {
         drop(copy);
         busy.open(0, &node, from, |_| Ok(()));
         assert_eq!((busy.peer(), busy.only_sender(Place::Peer)), (Some(from), None));
+    }
+
+    #[test]
+    fn a_socket_that_is_not_connected_any_more_is_taken_away() {
+        let [node, peer, stranger] = [(); 3].map(|()| UdpSocket::bind("127.0.0.1:0").unwrap());
+        let [own, from] = [&node, &peer].map(|socket| socket.local_addr().unwrap());
+        let mut busy = BusyPeer::default();
+        busy.open(0, &node, from, |_| Ok(()));
+        busy.change(SETTLED_NS);
+        busy.emptied(Place::Peer);
+        busy.doubt(Place::Peer);
+        assert_eq!(busy.only_sender(Place::Peer), Some(from), "an error of another kind");
+        // As SOCK_DESTROY does.
+        let nobody = libc::sockaddr { sa_family: libc::AF_UNSPEC as libc::sa_family_t, sa_data: [0; 14] };
+        let len = size_of_val(&nobody) as libc::socklen_t;
+        // SAFETY: the kernel reads `len` bytes of `nobody`, which has this length.
+        let done = unsafe { libc::connect(busy.socket_to(from).unwrap(), &raw const nobody, len) };
+        assert_eq!(done, 0);
+        stranger.send_to(b"stranger", own).unwrap();
+        busy.doubt(Place::Node);
+        assert_eq!(busy.peer(), Some(from));
+        busy.doubt(Place::Peer);
+        assert_eq!((busy.peer(), busy.only_sender(Place::Retired)), (None, None));
+        assert_eq!(receive(&mut busy, &node), Some((b"stranger".to_vec(), Place::Retired)));
     }
 
     #[test]

@@ -6,7 +6,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::ptr;
 
-use super::busy_peer::{BusyPeer, Change};
+use super::busy_peer::{BusyPeer, Change, Place};
 use super::udp::prepare;
 use crate::proto::{Departure, Span};
 use crate::seal::{OVERHEAD, Session, sealed_in_parts};
@@ -145,8 +145,14 @@ impl Socket {
     pub(crate) fn receive(&mut self, all: bool) -> Option<Received<'_>> {
         let mut taken = None;
         for (fd, place) in self.busy.sockets(self.socket.as_raw_fd(), all).into_iter().flatten() {
-            let received = receive_by(fd, &mut self.buffer, self.busy.only_sender(place));
-            if received.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock) {
+            let is_empty = |error: &io::Error| error.kind() == io::ErrorKind::WouldBlock;
+            let mut received = receive_by(fd, &mut self.buffer, self.busy.only_sender(place));
+            if received.as_ref().is_err_and(|error| !is_empty(error)) {
+                // A connected socket also reports what an earlier packet met (ICMP) before what has arrived.
+                self.busy.doubt(place);
+                received = receive_by(fd, &mut self.buffer, self.busy.only_sender(place));
+            }
+            if received.as_ref().is_err_and(is_empty) {
                 self.busy.emptied(place);
             }
             taken = received.ok();
@@ -229,10 +235,17 @@ impl Socket {
             }
         };
         // A connected socket also reports what earlier packets met (ICMP), and then sends nothing.
+        let mut is_doubtful = false;
         let sent = match self.busy.socket_to(to) {
-            Some(peers) => send(peers, None).or_else(|_| send(fd, Some(to))),
+            Some(peers) => send(peers, None).or_else(|_| {
+                is_doubtful = true;
+                send(fd, Some(to))
+            }),
             None => send(fd, Some(to)),
         };
+        if is_doubtful {
+            self.busy.doubt(Place::Peer);
+        }
         let to = Some(to);
         if let Err(error) = sent {
             // The path MTU is smaller than the packets, or the device cannot segment: send each packet alone and let the kernel
@@ -274,13 +287,8 @@ fn receive_by(fd: RawFd, buffer: &mut [u8], sender: Option<SocketAddr>) -> io::R
     message.msg_controllen = CONTROL_BYTES;
     // SAFETY: name, control buffer and vector outlive the call and have the lengths that the message header states. libc's own
     // function would make the call a cancellation point, which takes a twentieth of the time of one that finds nothing.
-    let mut receive =
-        || unsafe { libc::syscall(libc::SYS_recvmsg, fd, ptr::from_mut(&mut message), libc::MSG_DONTWAIT) };
-    let len = match receive() {
-        // A connected socket reports what an earlier packet met (ICMP) before what has arrived.
-        -1 if io::Error::last_os_error().kind() != io::ErrorKind::WouldBlock => receive(),
-        len => len,
-    };
+    let len =
+        unsafe { libc::syscall(libc::SYS_recvmsg, fd, ptr::from_mut(&mut message), libc::MSG_DONTWAIT) };
     let len = usize::try_from(len).map_err(|_| io::Error::last_os_error())?;
     let (mut segment, mut congestion) = (len, false);
     // SAFETY: the kernel filled the message header; CMSG_FIRSTHDR reads only its control part.

@@ -15,8 +15,8 @@ LATENCY = {
     f"({_HEADROOM})",
 }
 NATIVE_LATENCY = LATENCY | {
-    VETH.name: "programs and a second device's queue take 0.5 to 0.9 us of a message's way; a second device alone "
-    f"(macvlan) has 0.94x and 0.96x ({_NATIVE})",
+    VETH.name: "programs and a second device's queue take 0.6 to 0.9 us of a ping-pong's way, and about 2 us of a "
+    f"ring's; a second device alone (macvlan) misses it, too ({_NATIVE})",
 }
 """Why latencies are worse than those on the underlay itself, by vnet's path."""
 COPIES = {
@@ -29,7 +29,10 @@ RATES = {
     f"({_CONTROL}); figures of one case scatter by 4 to 20 % even without an overlay ({_NATIVE})",
 }
 """Why rates of applications are worse than the papers', by vnet's path."""
-NOISE = {VETH.name: f"figures of one case scatter by 4 to 20 % even without an overlay ({_NATIVE})"}
+NOISE = {
+    VETH.name: "figures of one case scatter even without an overlay, those of NPB by 4 to 20 % "
+    f"({_NATIVE}): compare means"
+}
 """Why single cases of applications are worse than with kernel VXLAN."""
 NO_GUEST = {
     TAP.name: "containers have neither exits nor virtual interrupts, which the paper's guests have",

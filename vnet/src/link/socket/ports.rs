@@ -25,9 +25,10 @@
 //! them; dispatcher 0 receives there.
 
 use std::io;
-use std::net::{SocketAddr, TcpListener};
+use std::net::SocketAddr;
 use std::sync::Arc;
 
+use super::tcp::listening;
 use super::udp::Socket;
 use crate::inherit::{self, Inheritance};
 use crate::listen::until;
@@ -78,19 +79,14 @@ pub(in crate::link) fn bind_group(
     if listen.port() != 0 {
         return until(|| bind_all(listen, ports, dispatchers), in_use);
     }
-    // Sealed links listen on the TCP port of the same number, which the kernel has not looked at.
-    let bind_any = || {
-        let sockets = bind_all(listen, ports, dispatchers)?;
-        let first = sockets[0][0].local();
-        TcpListener::bind(first).map_err(|error| BridgeError::new(LISTEN, first, error))?;
-        Ok(sockets)
-    };
-    let mut sockets = bind_any();
+    let mut sockets = bind_all(listen, ports, dispatchers);
     for _ in 1..TRIES {
-        if !sockets.as_ref().is_err_and(in_use) {
-            break;
+        match &sockets {
+            // Sealed links listen on the TCP port of the same number, which the kernel has not looked at.
+            Ok(sockets) if listening(sockets[0][0].local()).is_ok() => break,
+            Err(error) if !in_use(error) => break,
+            _ => sockets = bind_all(listen, ports, dispatchers),
         }
-        sockets = bind_any();
     }
     sockets
 }
