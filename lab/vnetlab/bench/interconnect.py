@@ -32,8 +32,8 @@ FAULTS = {"none": (0, 0), "1 % lost": (10, 0), "1 % late": (0, 10), "1 % lost, 1
 ALONE, BESIDE = "nothing", "a bulk guest"
 BEHIND_S = 1
 """Time that the bulk guest gets to start before the other is measured."""
-FIRST = ("nice", "-n", "-20")
-"""A guest with priority: the protocol runs inside its processes."""
+FIRST = ("chrt", "--fifo", "50")
+"""A guest with priority: the protocol runs inside its processes, so their scheduling class is its priority."""
 PRIORITY = ", priority"
 FIGURE = re.compile(r"(\w+) ([\d.]+)")
 

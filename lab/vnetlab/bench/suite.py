@@ -491,7 +491,7 @@ BENCHES = {
                 "(interconnect/examples/faults.rs). Every write has other bytes, and the receiver checks all of them. "
                 "A late datagram is overtaken by 8 others.",
                 "Beside a bulk guest: 8-byte writes while other containers of the same hosts stream 2 MiB writes. With "
-                "priority, the guest's processes have the nice level -20.",
+                "priority, the guest's processes have the scheduling class SCHED_FIFO.",
                 _SHAPED,
             ),
             axis="bytes",
