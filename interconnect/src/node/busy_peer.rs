@@ -22,7 +22,7 @@ const IN_A_ROW: u32 = 64;
 const NODE_EVERY: u32 = 4;
 /// Pause after the socket could not be opened.
 const BARRED_NS: u64 = 10_000_000_000;
-/// Age of the peer's socket at which nothing can be on its way into it any more that came before it was connected.
+/// Time after connect(2) after which no more datagrams of other hosts can get into the peer's socket.
 const SETTLED_NS: u64 = 100_000_000;
 /// A port of the own address from which no program sends (tcpmux).
 const NOBODY: u16 = 1;
@@ -58,11 +58,11 @@ pub(super) struct BusyPeer {
     node_has_more: bool,
     /// What came for the peer before it had a socket may still be in the node's.
     is_new: bool,
-    /// What others sent before the peer's socket was connected is not in it any more.
-    is_peers_alone: bool,
-    /// When the socket was connected, and the time of the last look at what is to be done.
+    /// All datagrams in the peer's socket are the peer's: those of others, from before it was connected, have been received.
+    has_only_peers: bool,
+    /// Times when the peer's socket was connected, and when `change` was called last.
     opened_at: u64,
-    looked_at: u64,
+    changed_at: u64,
     /// Sender and place of the last datagram.
     last: Option<(SocketAddr, Place)>,
     barred_until: u64,
@@ -83,19 +83,20 @@ impl BusyPeer {
         if polls_node { [node, peer] } else { [peer, None] }
     }
 
-    /// The only host that datagrams in this socket can be of, if there is one: to have the kernel name it takes 0.2 to 0.5 us a datagram.
+    /// The sender of all datagrams in this socket, if it is known. Otherwise recvmsg(2) must report it (`msg_name`), which takes 0.2 to
+    /// 0.5 us a datagram.
     pub(super) fn only_sender(&self, place: Place) -> Option<SocketAddr> {
-        self.connected.as_ref().filter(|_| place == Place::Peer && self.is_peers_alone).map(|(_, peer)| *peer)
+        self.connected.as_ref().filter(|_| place == Place::Peer && self.has_only_peers).map(|(_, peer)| *peer)
     }
 
-    /// Nothing waited in a socket.
+    /// recvmsg(2) found a socket empty (EAGAIN).
     pub(super) fn emptied(&mut self, place: Place) {
-        self.is_peers_alone |= place == Place::Peer && self.looked_at >= self.opened_at + SETTLED_NS;
+        self.has_only_peers |= place == Place::Peer && self.changed_at >= self.opened_at + SETTLED_NS;
     }
 
-    /// A socket has reported an error. The peer's is taken away if it is not connected any more (SOCK_DESTROY): everybody's datagrams
-    /// would arrive there.
-    pub(super) fn doubt(&mut self, place: Place) {
+    /// A socket has reported an error. Retires the peer's if it is not connected any more (SOCK_DESTROY): datagrams of all hosts would
+    /// arrive there.
+    pub(super) fn check_connected(&mut self, place: Place) {
         let end = |address: SocketAddr| (address.ip(), address.port());
         let is_lost = |(socket, peer): &(UdpSocket, SocketAddr)| {
             place == Place::Peer && socket.peer_addr().ok().map(end) != Some(end(*peer))
@@ -134,7 +135,7 @@ impl BusyPeer {
 
     /// What is to be done.
     pub(super) fn change(&mut self, now: u64) -> Option<Change> {
-        self.looked_at = now;
+        self.changed_at = now;
         match (&self.retired, &self.connected, self.row.0) {
             (Some((_, is_empty)), ..) => is_empty.then_some(Change::Close),
             (None, Some(_), _) => (self.others >= IN_A_ROW).then_some(Change::Retire),
@@ -163,7 +164,7 @@ impl BusyPeer {
         match opened {
             Ok(socket) => {
                 (self.connected, self.opened_at) = (Some((socket, peer)), now);
-                (self.is_new, self.is_peers_alone) = (true, false);
+                (self.is_new, self.has_only_peers) = (true, false);
             }
             Err(_) => self.barred_until = now + BARRED_NS,
         }
@@ -335,14 +336,14 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_that_is_not_connected_any_more_is_taken_away() {
+    fn a_socket_that_is_not_connected_any_more_is_retired() {
         let [node, peer, stranger] = [(); 3].map(|()| UdpSocket::bind("127.0.0.1:0").unwrap());
         let [own, from] = [&node, &peer].map(|socket| socket.local_addr().unwrap());
         let mut busy = BusyPeer::default();
         busy.open(0, &node, from, |_| Ok(()));
         busy.change(SETTLED_NS);
         busy.emptied(Place::Peer);
-        busy.doubt(Place::Peer);
+        busy.check_connected(Place::Peer);
         assert_eq!(busy.only_sender(Place::Peer), Some(from), "an error of another kind");
         // As SOCK_DESTROY does.
         let nobody = libc::sockaddr { sa_family: libc::AF_UNSPEC as libc::sa_family_t, sa_data: [0; 14] };
@@ -351,9 +352,9 @@ mod tests {
         let done = unsafe { libc::connect(busy.socket_to(from).unwrap(), &raw const nobody, len) };
         assert_eq!(done, 0);
         stranger.send_to(b"stranger", own).unwrap();
-        busy.doubt(Place::Node);
+        busy.check_connected(Place::Node);
         assert_eq!(busy.peer(), Some(from));
-        busy.doubt(Place::Peer);
+        busy.check_connected(Place::Peer);
         assert_eq!((busy.peer(), busy.only_sender(Place::Retired)), (None, None));
         assert_eq!(receive(&mut busy, &node), Some((b"stranger".to_vec(), Place::Retired)));
     }

@@ -149,7 +149,7 @@ impl Socket {
             let mut received = receive_by(fd, &mut self.buffer, self.busy.only_sender(place));
             if received.as_ref().is_err_and(|error| !is_empty(error)) {
                 // A connected socket also reports what an earlier packet met (ICMP) before what has arrived.
-                self.busy.doubt(place);
+                self.busy.check_connected(place);
                 received = receive_by(fd, &mut self.buffer, self.busy.only_sender(place));
             }
             if received.as_ref().is_err_and(is_empty) {
@@ -235,16 +235,16 @@ impl Socket {
             }
         };
         // A connected socket also reports what earlier packets met (ICMP), and then sends nothing.
-        let mut is_doubtful = false;
+        let mut has_failed = false;
         let sent = match self.busy.socket_to(to) {
             Some(peers) => send(peers, None).or_else(|_| {
-                is_doubtful = true;
+                has_failed = true;
                 send(fd, Some(to))
             }),
             None => send(fd, Some(to)),
         };
-        if is_doubtful {
-            self.busy.doubt(Place::Peer);
+        if has_failed {
+            self.busy.check_connected(Place::Peer);
         }
         let to = Some(to);
         if let Err(error) = sent {
@@ -271,7 +271,7 @@ impl Socket {
     }
 }
 
-/// Receives a datagram into `buffer` without blocking. Without a `sender` the kernel names it.
+/// Receives a datagram into `buffer` without blocking. `sender`: its sender, if known; otherwise the kernel reports it.
 fn receive_by(fd: RawFd, buffer: &mut [u8], sender: Option<SocketAddr>) -> io::Result<Taken> {
     // SAFETY: both are plain C structures, for which zero bytes are valid.
     let (mut name, mut message) = unsafe { (zeroed::<libc::sockaddr_storage>(), zeroed::<libc::msghdr>()) };

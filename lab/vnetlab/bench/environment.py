@@ -12,11 +12,11 @@ from vnetlab.underlay import CONGESTION_CONTROL
 SOURCES = (
     *("Cargo.toml", "Cargo.lock", "vnet", "vnet-control", "vnetd", "vnet-cli", "interconnect", "fabric"),
     *("lab/workloads", "lab/vnetlab"),
-    # Texts and plots of reports.
+    # Modules that only write and draw reports.
     *(f":(exclude)lab/vnetlab/evaluate/{name}.py" for name in ("bars", "papers", "reasons", "report")),
     *(f":(exclude)lab/vnetlab/bench/{name}.py" for name in ("bars", "plot", "report")),
 )
-"""What figures depend on: sources of the measured programs, and what measures them. Paths as git has them."""
+"""What figures depend on: sources of the measured programs, and what measures them. Pathspecs of git."""
 PACKAGES = (
     "iperf3",
     "iputils-ping",

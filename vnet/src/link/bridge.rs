@@ -86,8 +86,8 @@ impl Bridge {
     }
 
     /// Creates bridges for `dispatchers` dispatchers on `ports` consecutive ports, starting at that of `listen`; all of them must
-    /// be free. Port 0 lets the kernel choose: a port that is free for TCP, too, if there is one. With several ports but fewer than dispatchers, the last dispatchers get no
-    /// receiver.
+    /// be free. Port 0 lets the kernel choose, if possible a port that is free for TCP, too. With several ports but fewer than
+    /// dispatchers, the last dispatchers get no receiver.
     pub fn bind_group(
         listen: SocketAddr,
         ports: u16,

@@ -137,7 +137,7 @@ fn the_kernels_choice_of_a_port_is_free_for_sealed_links_too() {
     let Some(_network) = Network::new() else { return };
     std::fs::write("/proc/sys/net/ipv4/ip_local_port_range", "40000 40001").unwrap();
     let _taken = TcpListener::bind("127.0.0.1:40000").unwrap();
-    // The kernel would choose either of both UDP ports.
+    // Both UDP ports are free: without a check of TCP the kernel chooses either.
     for _ in 0..16 {
         let budget = Arc::new(ReassemblyBudget::new(ReassemblyBudget::HOST));
         let any = "127.0.0.1:0".parse().unwrap();

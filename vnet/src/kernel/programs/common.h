@@ -312,7 +312,7 @@ INLINE void count(const struct verdict *verdict)
 		return;
 	__sync_fetch_and_add(&tally->frames, 1);
 	__sync_fetch_and_add(&tally->bytes, (__u64)verdict->len);
-	/* The time changes once a tick. */
+	/* The coarse clock changes once a tick: most frames need not write to this cache line. */
 	if (tally->used_ns != verdict->now_ns)
 		tally->used_ns = verdict->now_ns;
 }

@@ -88,7 +88,7 @@ struct tally {
 	__u64 bytes;
 	/* CLOCK_MONOTONIC time of the last frame. */
 	__u64 used_ns;
-	/* Each has a cache line: flows of both directions, which two processors count, would otherwise share one. */
+	/* Pads it to a cache line, against false sharing: different processors count the two directions of a connection. */
 	__u64 zero[5];
 };
 

@@ -98,25 +98,27 @@ INLINE __u32 hash_of(struct __sk_buff *skb, const struct l3 *in)
 	return hash * 0x9e3779b1u >> 16;
 }
 
-/* A 32-bit sum of a checksum, from one with carries. */
-INLINE __u32 carry(__u64 sum)
+/* Folds a one's complement sum to 32 bits. */
+INLINE __u32 fold_64(__u64 sum)
 {
 	sum = (sum & 0xffffffff) + (sum >> 32);
 	return (sum & 0xffffffff) + (sum >> 32);
 }
 
+/* Folds a one's complement sum to 16 bits. */
 INLINE __u32 fold(__u32 sum)
 {
 	sum = (sum & 0xffff) + (sum >> 16);
 	return (sum & 0xffff) + (sum >> 16);
 }
 
+/* The checksum of an IPv4 header without options (RFC 1071); 0 if the header contains its right one. */
 INLINE __u16 ip_sum(const struct ip4 *ip)
 {
 	__u32 words[IP_LEN / 4];
 
 	__builtin_memcpy(words, ip, IP_LEN);
-	return ~fold(carry((__u64)words[0] + words[1] + words[2] + words[3] + words[4]));
+	return ~fold(fold_64((__u64)words[0] + words[1] + words[2] + words[3] + words[4]));
 }
 
 /* Headers of a datagram for the frame, without what depends on its length; `type` is the frame's own. Returns 0 for a frame that

@@ -87,7 +87,7 @@ INLINE int replace_ports(struct __sk_buff *skb, const struct packet *is, __u32 p
  * header covers the new ports already. Nonzero: the packet is damaged. */
 INLINE int rewrite(struct __sk_buff *skb, struct packet *is, const __be32 hosts[2], __u32 ports)
 {
-	__u32 change = carry((__u64)~is->ip.src + ~is->ip.dst + hosts[0] + hosts[1]);
+	__u32 change = fold_64((__u64)~is->ip.src + ~is->ip.dst + hosts[0] + hosts[1]);
 
 	if (bpf_l4_csum_replace(skb, sum_at(is), 0, change, sum_flags(is) | BPF_F_PSEUDO_HDR))
 		return -1;
@@ -235,7 +235,7 @@ INLINE long restore(struct __sk_buff *skb, struct packet *is)
 		return lose(&key);
 	head.from = flow.from = *(volatile __u16 *)&peer->from;
 	seen_ns = now();
-	/* The time changes once a tick. */
+	/* The coarse clock changes once a tick: most frames need not write to this cache line. */
 	if (known->seen_ns != seen_ns)
 		known->seen_ns = seen_ns;
 	if (!key.index)

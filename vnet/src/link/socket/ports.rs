@@ -82,7 +82,7 @@ pub(in crate::link) fn bind_group(
     let mut sockets = bind_all(listen, ports, dispatchers);
     for _ in 1..TRIES {
         match &sockets {
-            // Sealed links listen on the TCP port of the same number, which the kernel has not looked at.
+            // Sealed links listen on the TCP port of the same number. The kernel checks only the UDP port.
             Ok(sockets) if listening(sockets[0][0].local()).is_ok() => break,
             Err(error) if !in_use(error) => break,
             _ => sockets = bind_all(listen, ports, dispatchers),
