@@ -52,8 +52,7 @@ _FASTER_TAP = f"the TAP path has become faster than the 45 us of a message that 
 _SCATTERS = f"four ranks on two processors: the same build has 0.25 to 0.65 GB/s ({_BARS})"
 _ONE_HOST = f"a bell and the protocol's work take 12 % of the sender's time ({_BARS})"
 _BESIDE = (
-    "both guests have the same two processors; turns by nice have 2.0x and 2.4x, by SCHED_FIFO 0.9x and 1.0x "
-    f"({_BARS})"
+    f"both guests have the same two processors; turns by nice have 2.0x and 2.4x, by SCHED_FIFO 0.9x and 1.0x ({_BARS})"
 )
 _VARIES = f"alternating turns of the same build have 0.78x, 0.85x and 1.01x ({_BARS})"
 _SPENT = f"the copies of a stream alone take more ({_BARS})"
