@@ -109,7 +109,7 @@ local FLAGS = {
     { 0x04, "congestion", "Packets marked by ECN arrived" },
     { 0x08, "tagged", "The tag counts" },
     { 0x10, "data", "The immediate data counts, or what was found is wanted" },
-    { 0x20, "memory", "A write is offered, or a region is read" },
+    { 0x20, "memory", "A write is offered, or a region is read; in a handshake: arrivals are ordered" },
     { 0x40, "resume", "First message after not ready; in a handshake: parts are taken" },
     { 0x80, "failure", "The end is among the failures" },
 }

@@ -10,7 +10,8 @@ use super::memory::{Key, Span};
 use super::slab::Slab;
 use super::status::Status;
 use super::window::Window;
-use super::wire::{Body, End, Hello, Write};
+use super::wire::{Body, End, Hello, Write, flags};
+use super::write_order::WriteOrder;
 
 /// Maximum number of messages to one endpoint of a peer that the peer's application has not received. With an `eager_max` of
 /// 16 KiB: 4 MiB per peer and endpoint.
@@ -22,6 +23,9 @@ pub(super) const SERVES_MAX: usize = 1024;
 pub(super) const PULLING_MAX: u32 = 256;
 /// Maximum number of writes offered to one endpoint, and of offered writes accepted from one peer.
 pub(super) const WRITES_OFFERED_MAX: u32 = 1024;
+/// Maximum number of writes under way to one endpoint when another large write with immediate data is offered. They have at least 256 KiB
+/// together, and usually several MiB.
+pub(super) const NOTICED_WRITES_MAX: u32 = 16;
 /// Maximum number of atomic operations of one channel that wait for fetched values.
 pub(super) const FETCHING_MAX: u32 = 256;
 /// Maximum number of fetched values that are kept for a peer until the peer acknowledges them. A peer has at most 256 requests
@@ -227,7 +231,8 @@ pub(super) struct Flow {
     pub(super) resume: bool,
     pub(super) paused_until: u64,
     pub(super) not_ready_since: Option<u64>,
-    /// Number of incomplete offered writes. Operations that the target's application sees in order wait for them.
+    /// Number of incomplete offered writes. Reads, atomic operations and what the target's application sees in order wait for them. Offered writes
+    /// with immediate data do not: the target orders their arrivals.
     pub(super) writes_offered: u32,
 }
 
@@ -281,6 +286,8 @@ pub(super) struct Grant {
     pub(super) limit: u32,
     /// The endpoint discards messages until one carries the flag `RESUME`.
     pub(super) is_refusing: bool,
+    /// Large writes of the peer to the endpoint.
+    pub(super) writes: WriteOrder,
 }
 
 /// Bytes that the peer requested with a pull.
@@ -395,6 +402,8 @@ pub(super) struct Channel {
     pub(super) is_welcome_due: bool,
     pub(super) datagram: usize,
     pub(super) parts: Parts,
+    /// The peer reports large writes with immediate data after all earlier writes.
+    pub(super) peer_orders: bool,
     /// Packets travel through shared memory; the datagram size of the network meanwhile.
     pub(super) local: Option<usize>,
     /// Names this channel in an invitation to shared memory, or to a stream.
@@ -454,6 +463,7 @@ impl Channel {
             is_welcome_due: false,
             datagram: 1200,
             parts: Parts::default(),
+            peer_orders: false,
             local: None,
             secret: [0; 16],
             stream: StreamState::default(),
@@ -488,6 +498,12 @@ impl Channel {
         }
     }
 
+    /// Notes what the peer's handshake says that it can do.
+    pub(super) fn note_abilities(&mut self, flags: u8) {
+        self.parts.is_taken = flags & flags::PARTS != 0;
+        self.peer_orders = flags & flags::IN_ORDER != 0;
+    }
+
     /// Whether nothing is under way, so that closing the channel ends no operation of either side.
     pub(super) fn is_idle(&self) -> bool {
         self.uses == 0
@@ -510,6 +526,11 @@ impl Channel {
         self.waiting_bytes + self.assembly.as_ref().map_or(0, Assembly::cost)
     }
 
+    /// Number of incomplete offered writes to all endpoints of the peer.
+    pub(super) fn writes_offered(&self) -> u32 {
+        self.flows.iter().map(|flow| flow.writes_offered).sum()
+    }
+
     /// Returns the flow to an endpoint of the peer, and creates it if needed.
     pub(super) fn flow(&mut self, to: u16) -> &mut Flow {
         let place = self.flows.iter().position(|flow| flow.to == to).unwrap_or_else(|| {
@@ -527,7 +548,8 @@ impl Channel {
         if self.grants.len() >= super::endpoint::ENDPOINTS_MAX {
             return None;
         }
-        self.grants.push(Grant { to, expected: 0, consumed: 0, limit: CREDITS, is_refusing: false });
+        let writes = WriteOrder::default();
+        self.grants.push(Grant { to, expected: 0, consumed: 0, limit: CREDITS, is_refusing: false, writes });
         self.grants.last_mut()
     }
 

@@ -40,6 +40,7 @@ pub(crate) mod slab;
 mod status;
 mod window;
 pub mod wire;
+mod write_order;
 
 pub use atomic::{ATOMIC_BYTES_MAX, Change, Datatype};
 pub use endpoint::{Completion, Kind, Match, Peer};

@@ -11,6 +11,7 @@ use super::super::endpoint::{Completion, Kind, Peer};
 use super::super::memory::Span;
 use super::super::status::Status;
 use super::super::wire::{Body, Credit, End, Header, Hello, Subject, Write, flags};
+use super::super::write_order::Notice;
 use super::Engine;
 
 /// Maximum number of queued answers to packets of unknown channels.
@@ -36,10 +37,8 @@ impl Engine {
     pub fn receive(&mut self, now: u64, from: SocketAddr, packet: &[u8], congestion: bool) {
         let Some((header, payload)) = self.decode(now, packet) else { return };
         match header.body {
-            Body::Hello(hello) => self.greeted(from, hello, header.flags & flags::PARTS != 0),
-            Body::Welcome(hello) => {
-                self.welcomed(from, header.session, hello, header.flags & flags::PARTS != 0);
-            }
+            Body::Hello(hello) => self.greeted(from, hello, header.flags),
+            Body::Welcome(hello) => self.welcomed(from, header.session, hello, header.flags),
             Body::Reset => {
                 let channel = self.addresses.get(&from).copied();
                 let peer = channel.and_then(|number| self.channels.get(number)?.peer);
@@ -70,12 +69,12 @@ impl Engine {
         decoded
     }
 
-    fn greeted(&mut self, from: SocketAddr, hello: Hello, takes_parts: bool) {
+    fn greeted(&mut self, from: SocketAddr, hello: Hello, flags: u8) {
         let name = |hello: &Hello| (hello.epoch, hello.channel, hello.session);
         if let Some(number) = self.addresses.get(&from).copied() {
             let Some(channel) = self.channels.get_mut(number) else { return };
             match channel.peer {
-                None => self.opened(number, hello, takes_parts),
+                None => self.opened(number, hello, flags),
                 Some(peer) if name(&peer) == name(&hello) => {}
                 Some(_) => return self.challenge(number),
             }
@@ -87,7 +86,7 @@ impl Engine {
             let channel = self.new_channel(from, Some(hello));
             let channel = channel.and_then(|number| self.channels.get_mut(number));
             self.counters.unknown += u64::from(channel.is_none());
-            channel.into_iter().for_each(|channel| channel.parts.is_taken = takes_parts);
+            channel.into_iter().for_each(|channel| channel.note_abilities(flags));
         }
     }
 
@@ -102,20 +101,21 @@ impl Engine {
         self.control(number, What::Control(Body::Noop, 0));
     }
 
-    fn welcomed(&mut self, from: SocketAddr, session: u32, hello: Hello, takes_parts: bool) {
+    fn welcomed(&mut self, from: SocketAddr, session: u32, hello: Hello, flags: u8) {
         let number = self.addresses.get(&from).copied();
         let Some(channel) = number.and_then(|number| self.channels.get_mut(number)) else { return };
         let is_own = channel.session == session;
         channel.heard_at = if is_own { Some(self.now) } else { channel.heard_at };
         if let Some(number) = number.filter(|_| is_own && channel.peer.is_none()) {
-            self.opened(number, hello, takes_parts);
+            self.opened(number, hello, flags);
         }
     }
 
     /// Processes the peer's answer to the handshake.
-    fn opened(&mut self, number: u32, hello: Hello, takes_parts: bool) {
+    fn opened(&mut self, number: u32, hello: Hello, flags: u8) {
         let Some(channel) = self.channels.get_mut(number) else { return };
-        (channel.peer, channel.parts.is_taken) = (Some(hello), takes_parts);
+        channel.peer = Some(hello);
+        channel.note_abilities(flags);
         channel.datagram = channel.datagram.min(usize::from(hello.datagram).max(576));
         channel.window.limit(u64::from(hello.window));
         self.make_ready(number);
@@ -304,12 +304,13 @@ impl Engine {
         let Some(own) = self.channels.get_mut(channel) else { return };
         let placed = own.writing.add(&write, len);
         if write.behind == 0 && self.admit(channel, flags, (write.to, write.seq, write.op), None) {
-            self.arrival(channel, write.to, write.from, write.data, placed);
+            self.arrival(channel, write.to, &Notice { from: write.from, data: write.data, len: placed });
         }
     }
 
     /// Queues the completion of a peer's write with immediate data.
-    pub(super) fn arrival(&mut self, channel: u32, endpoint: u16, from: u16, data: u64, len: u64) {
+    pub(super) fn arrival(&mut self, channel: u32, endpoint: u16, notice: &Notice) {
+        let Notice { from, data, len } = *notice;
         let Some(own) = self.channels.get(channel) else { return };
         let completion = Completion {
             kind: Kind::Arrival,

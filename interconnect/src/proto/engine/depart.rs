@@ -10,7 +10,8 @@
 use std::net::SocketAddr;
 
 use super::super::channel::{
-    Channel, FETCHING_MAX, Flow, Form, Numbers, Op, Reports, Serve, WRITES_OFFERED_MAX, What,
+    Channel, FETCHING_MAX, Flow, Form, NOTICED_WRITES_MAX, Numbers, Op, Reports, Serve, WRITES_OFFERED_MAX,
+    What,
 };
 use super::super::memory::Span;
 use super::super::status::Status;
@@ -194,7 +195,7 @@ impl Engine {
         let to = channel.address;
         if let Some(body) = Self::greeting(channel, now, self.epoch, &self.config) {
             let session = channel.peer.map_or(0, |peer| peer.session);
-            let flags = if self.config.takes_parts { flags::PARTS } else { 0 };
+            let flags = flags::IN_ORDER | if self.config.takes_parts { flags::PARTS } else { 0 };
             let header = Header { flags, failures: 0, session, number: 0, ack: 0, map: None, body };
             return self.departs(to, &header, Span::EMPTY, out).then_some(());
         }
@@ -345,18 +346,24 @@ impl Engine {
         loop {
             let channel = self.channels.get_mut(number)?;
             let datagram = channel.datagram - if channel.arrivals.has_gaps() { MAP } else { 0 };
-            let flow = &mut channel.flows[turn];
-            let (id, is_again) = flow.front()?;
+            let (id, is_again) = channel.flows[turn].front()?;
             let Some(op) = self.ops.get_mut(id) else {
-                flow.pop();
+                channel.flows[turn].pop();
                 continue;
             };
+            // A peer ends more writes than that as not ready.
+            let is_full = op.is_offered_write() && channel.writes_offered() >= WRITES_OFFERED_MAX;
+            let flow = &mut channel.flows[turn];
+            // Otherwise one endpoint's writes could keep operations of others waiting for ever.
+            let overlaps = channel.peer_orders && flow.lanes.len() <= 1;
+            let writes_max = if overlaps { NOTICED_WRITES_MAX } else { 1 };
             let is_read = matches!(op.form, Form::Read { .. });
-            let has_room =
-                !(op.fetches() && channel.fetching >= FETCHING_MAX || is_read && self.pulls.is_full());
+            let has_room = !(op.fetches() && channel.fetching >= FETCHING_MAX
+                || is_read && self.pulls.is_full()
+                || is_full);
             // What has begun goes on, what is sent again is not held back, and a read sends nothing.
             let is_free = is_again || op.sent > 0 || is_read;
-            let may_start = has_room && may_start(flow, op, now);
+            let may_start = has_room && may_start(flow, op, now, writes_max);
             if !may_start || !is_free && !self.shares.admit(now, op.endpoint) {
                 if is_again || lanes <= 1 {
                     return None;
@@ -453,16 +460,17 @@ impl Engine {
     }
 }
 
-/// Whether the operation may be sent now.
-fn may_start(flow: &Flow, op: &Op, now: u64) -> bool {
+/// Whether the operation may be sent now. `writes_max`: number of writes under way with which no large write with immediate data begins.
+fn may_start(flow: &Flow, op: &Op, now: u64, writes_max: u32) -> bool {
     if op.sent > 0 {
         return true;
     }
     if op.is_plain_write() {
-        return op.is_eager || flow.writes_offered < WRITES_OFFERED_MAX;
+        return true;
     }
     let has_credit = !op.is_seen() || op.seq.is_some() || (flow.next_seq.wrapping_sub(flow.limit) as i32) < 0;
-    flow.writes_offered == 0 && now >= flow.paused_until && has_credit
+    let writes_max = if op.is_offered_write() { writes_max } else { 1 };
+    flow.writes_offered < writes_max && now >= flow.paused_until && has_credit
 }
 
 /// Cuts the next packet off an operation.

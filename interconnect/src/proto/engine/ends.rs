@@ -24,7 +24,9 @@ impl Engine {
                 self.remove_pull(pull);
             }
         } else if !op.is_eager {
-            self.stop_serving(op.channel, Source::Offer(id), None);
+            // Otherwise the target has reported the end itself.
+            let unknown = matches!(status, Status::TimedOut | Status::Cancelled).then_some(status);
+            self.stop_serving(op.channel, Source::Offer(id), unknown);
         }
         let mut peer = None;
         if let Some(own) = self.channels.get_mut(op.channel) {
@@ -82,9 +84,16 @@ impl Engine {
             self.pulls.numbers(|pull| pull.channel == number && !matches!(pull.purpose, Purpose::Read(_)));
         for id in pulls {
             let Some(pull) = self.remove_pull(id) else { continue };
-            if let Purpose::Message(endpoint, mut completion) = pull.purpose {
-                completion.status = status;
-                self.report(endpoint, *completion);
+            match pull.purpose {
+                Purpose::Message(endpoint, mut completion) => {
+                    completion.status = status;
+                    self.report(endpoint, *completion);
+                }
+                // The origin may know already that later writes have ended well.
+                Purpose::Write { endpoint, place: Some(place), .. } => {
+                    self.write_ended(number, endpoint, place, None);
+                }
+                _ => {}
             }
         }
         for id in self.ops.numbers(|op| op.channel == number) {

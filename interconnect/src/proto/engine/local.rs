@@ -13,6 +13,7 @@ use super::super::channel::Channel;
 use super::super::memory::{Key, Span};
 use super::super::status::Status;
 use super::super::wire::{Body, Header, Invite, Write, flags};
+use super::super::write_order::Notice;
 use super::Engine;
 use super::streams::STREAM;
 
@@ -164,7 +165,7 @@ impl Engine {
         }
         let name = (write.to, write.seq, write.op);
         if flags & flags::DATA != 0 && self.admit(channel, flags, name, None) {
-            self.arrival(channel, write.to, write.from, write.data, len);
+            self.arrival(channel, write.to, &Notice { from: write.from, data: write.data, len });
         }
     }
 }

@@ -5,6 +5,7 @@ use super::super::endpoint::{Completion, Held, Kind, Match, Peer, Unexpected};
 use super::super::memory::Span;
 use super::super::status::Status;
 use super::super::wire::{Body, Credit, End, Message, Offer, Subject, flags};
+use super::super::write_order::WriteOrder;
 use super::{Engine, PullSource, Purpose};
 
 /// Upper bound on the size of a message that a peer may push, whatever the peer's own threshold is.
@@ -128,7 +129,7 @@ impl Engine {
         let data = (flags & flags::DATA != 0).then_some(offer.data);
         let name = (offer.to, offer.seq, offer.op);
         if flags & flags::MEMORY != 0 {
-            if data.is_some() && !self.admit(channel, flags, name, None) {
+            if data.is_some() && !self.admit_to(channel, flags, name, None, true) {
                 return;
             }
             if let Err(status) = self.pull_write(channel, &offer, data) {
@@ -165,12 +166,28 @@ impl Engine {
         &mut self,
         channel: u32,
         flags: u8,
+        name: (u16, u32, u32),
+        message: Option<(Option<u64>, Peer, usize)>,
+    ) -> bool {
+        // To the peer all earlier writes have ended, also those that it has given up.
+        self.report_arrivals(channel, name.0, WriteOrder::next_of_all);
+        self.admit_to(channel, flags, name, message, false)
+    }
+
+    /// Like `admit`. `is_pulled`: for a large write.
+    fn admit_to(
+        &mut self,
+        channel: u32,
+        flags: u8,
         (to, seq, op): (u16, u32, u32),
         message: Option<(Option<u64>, Peer, usize)>,
+        is_pulled: bool,
     ) -> bool {
         let (kept, most) = (self.kept_bytes, self.config.unexpected_bytes_max);
         let kept_max = self.config.kept_bytes_max;
+        let is_full = is_pulled && !self.takes_writes(channel);
         let has_room = self.endpoint(to).is_some_and(|own| match message {
+            _ if is_full => false,
             None => own.completions.len() < super::OPERATIONS_MAX,
             Some((tag, from, bytes)) => {
                 own.has_room(bytes, most) && kept + bytes <= kept_max

@@ -181,8 +181,8 @@ enum Purpose {
     Read(u32),
     /// Reports a received message on this endpoint.
     Message(u16, Box<Completion>),
-    /// Ends a peer's write through this endpoint, and reports its immediate data, if any.
-    Write { endpoint: u16, key: Key, from: u16, data: Option<u64> },
+    /// Ends a peer's write through this endpoint, and reports its immediate data, if any, in the `place` that `WriteOrder` gave it, if the peer leaves the order to this engine.
+    Write { endpoint: u16, key: Key, from: u16, data: Option<u64>, place: Option<u64> },
 }
 
 /// Datagram size, and whether packets can be sent in parts, that the application has set for an address.

@@ -8,6 +8,7 @@ use super::super::memory::{Key, Span};
 use super::super::ranges::Ranges;
 use super::super::status::Status;
 use super::super::wire::{Body, Data, End, Offer, Pull as PullBody, Subject, flags};
+use super::super::write_order::{Notice, WriteOrder};
 use super::{Engine, Pull, PullSource, Purpose};
 
 /// Maximum number of bytes that a pull without budget requests by one packet. Its requests are sent at once, and a peer serves
@@ -77,15 +78,23 @@ impl Engine {
         let span = self.memory.find(offer.to, offer.tag, offer.at, offer.total, true).inspect_err(|_| {
             self.counters.bad_keys += 1;
         })?;
-        let is_full = self.pulls.len() >= super::PULLS_MAX / 2;
-        let own = self.channels.get_mut(channel).ok_or(Status::Cancelled)?;
-        if is_full || own.writes_taken >= WRITES_OFFERED_MAX {
+        if !self.takes_writes(channel) {
             return Err(Status::NotReady);
         }
+        let own = self.channels.get_mut(channel).ok_or(Status::Cancelled)?;
+        // Other peers do not say when they have given a write up, so nothing may wait for its end; and they offer one such write at a time.
+        let place =
+            if own.peer_orders { own.grant(offer.to).map(|grant| grant.writes.begin()) } else { None };
         own.writes_taken += 1;
-        let purpose = Purpose::Write { endpoint: offer.to, key: offer.tag, from: offer.from, data };
+        let purpose = Purpose::Write { endpoint: offer.to, key: offer.tag, from: offer.from, data, place };
         self.start_pull(channel, PullSource::Offer(offer.op), offer.to, span, purpose);
         Ok(())
+    }
+
+    /// Whether there is room for another large write of this peer.
+    pub(super) fn takes_writes(&self, channel: u32) -> bool {
+        let taken = self.channels.get(channel).map_or(0, |own| own.writes_taken);
+        self.pulls.len() < super::PULLS_MAX / 2 && taken < WRITES_OFFERED_MAX
     }
 
     /// Requests more bytes, as far as the budget allows.
@@ -180,11 +189,39 @@ impl Engine {
                 }
                 self.report(endpoint, *completion);
             }
-            Purpose::Write { endpoint, from, data: Some(data), .. } if status == Status::Success => {
-                self.arrival(pull.channel, endpoint, from, data, len);
+            Purpose::Write { endpoint, from, data, place, .. } => {
+                let is_success = status == Status::Success;
+                let notice = data.filter(|_| is_success).map(|data| Notice { from, data, len });
+                match (place, notice) {
+                    (Some(place), notice) => self.write_ended(pull.channel, endpoint, place, notice),
+                    (None, Some(notice)) => self.arrival(pull.channel, endpoint, &notice),
+                    (None, None) => {}
+                }
+                if data.is_some() && !is_success {
+                    self.consumed(pull.channel, endpoint, 1);
+                }
             }
-            Purpose::Write { endpoint, data: Some(_), .. } => self.consumed(pull.channel, endpoint, 1),
-            Purpose::Write { .. } => {}
+        }
+    }
+
+    /// A peer's large write has ended: reports the arrivals that need not wait for earlier writes any more.
+    pub(super) fn write_ended(&mut self, channel: u32, endpoint: u16, place: u64, notice: Option<Notice>) {
+        if let Some(grant) = self.channels.get_mut(channel).and_then(|own| own.grant(endpoint)) {
+            grant.writes.end(place, notice);
+            self.report_arrivals(channel, endpoint, WriteOrder::next);
+        }
+    }
+
+    /// Reports the arrivals that `next` takes.
+    pub(super) fn report_arrivals(
+        &mut self,
+        channel: u32,
+        endpoint: u16,
+        next: impl Fn(&mut WriteOrder) -> Option<Notice>,
+    ) {
+        while let Some(grant) = self.channels.get_mut(channel).and_then(|own| own.grant(endpoint)) {
+            let Some(notice) = next(&mut grant.writes) else { return };
+            self.arrival(channel, endpoint, &notice);
         }
     }
 

@@ -13,5 +13,6 @@ mod stranger;
 mod streams;
 mod wire;
 mod world;
+mod writes;
 
 pub(super) use random::mix;

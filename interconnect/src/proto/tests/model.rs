@@ -3,7 +3,7 @@
 //!
 //! `VNET_RDMA_OPERATIONS=1000000 cargo test --release -p vnet-rdma model` runs a million operations on each network.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use super::random::mix;
 use super::world::{CLEAN, Network, World};
@@ -55,6 +55,14 @@ struct Side {
     /// Numbers of the messages received for each kind of posted tag, in posting order.
     received: BTreeMap<(u64, u64), u64>,
     sent: u64,
+    /// Number of writes with immediate data, and the last of the other node's that has arrived, with its incarnation.
+    noticed: u64,
+    /// Numbers of the other node's writes that have ended well, and of those that have arrived, as far as there was no restart.
+    due: BTreeSet<u64>,
+    seen: BTreeSet<u64>,
+    /// Numbers of pending writes with immediate data, by context.
+    numbers: HashMap<u64, u64>,
+    arrived: (u64, u64),
     /// Expected content of the slots.
     model: Vec<u8>,
     lives: u64,
@@ -165,7 +173,14 @@ impl Model {
             shape = Shape::Placed { key: KEY, at: (slot * SLOT) as u64, len: len as u32 };
             span = Span::EMPTY;
         }
-        let data = (seed.is_multiple_of(3) && matches!(job, Job::Write { .. })).then_some(slot as u64);
+        let has_data = seed.is_multiple_of(3) && matches!(job, Job::Write { .. });
+        // Number of the write, incarnation of its sender, and context.
+        let data = has_data.then(|| {
+            let side = &mut self.sides[node];
+            side.noticed += 1;
+            side.numbers.insert(context, side.noticed);
+            side.noticed << 32 | side.lives << 8 | context
+        });
         self.world.post_data(node, other, shape, span, context, data).unwrap();
         match job {
             Job::Write { slot, .. } | Job::Read { slot, .. } | Job::Add { slot, .. } => {
@@ -214,7 +229,7 @@ impl Model {
 
     fn take(&mut self, node: usize, completion: Completion) {
         match completion.kind {
-            Kind::Arrival => {}
+            Kind::Arrival => self.arrived(node, &completion),
             Kind::Receive => self.received(node, &completion),
             _ => self.ended(node, &completion),
         }
@@ -226,6 +241,9 @@ impl Model {
         let job = self.sides[node].jobs.remove(&completion.context).expect("ended twice");
         self.done += 1;
         let is_success = completion.status == Status::Success;
+        if let Some(number) = self.sides[node].numbers.remove(&completion.context).filter(|_| is_success) {
+            self.sides[other].due.insert(number);
+        }
         self.failed += u64::from(!is_success);
         match job {
             Job::Write { slot, len, seed } => {
@@ -259,6 +277,25 @@ impl Model {
             }
             Job::Refused => assert!(!is_success, "{completion:?}"),
             Job::Send { .. } => {}
+        }
+    }
+
+    /// Arrivals come in the order of the writes, and not before the bytes.
+    fn arrived(&mut self, node: usize, completion: &Completion) {
+        let other = 1 - node;
+        let data = completion.data.unwrap();
+        let (number, life, context) = (data >> 32, data >> 8 & 0xff_ffff, data & 0xff);
+        let name = (life, number);
+        assert!(name > self.sides[node].arrived, "{name:?} after {:?}", self.sides[node].arrived);
+        self.sides[node].arrived = name;
+        self.sides[node].seen.insert(number);
+        // Once the write has ended at its origin, other operations may use the slot.
+        let is_own = life == self.sides[other].lives;
+        if let Some(Job::Write { slot, len, seed }) = self.sides[other].jobs.get(&context).filter(|_| is_own)
+        {
+            let is_same = self.sides[other].numbers.get(&context) == Some(&number);
+            let memory = &self.world.nodes[node].memory[slot * SLOT..][..*len];
+            assert!(!is_same || memory == bytes_of(*seed, *len), "write {number} has not arrived");
         }
     }
 
@@ -374,6 +411,24 @@ impl Model {
         }
         self.settle();
         self.check_order();
+        if self.sides.iter().all(|side| side.lives == 0) && self.failed_channels() == 0 {
+            self.world.run(1_000_000_000);
+            for node in 0..2 {
+                while let Some(completion) = self.world.poll(node) {
+                    self.take(node, completion);
+                }
+                let Side { due, seen, .. } = &self.sides[node];
+                assert!(
+                    due.is_subset(seen),
+                    "{:?} have not arrived",
+                    due.difference(seen).collect::<Vec<_>>()
+                );
+            }
+        }
+    }
+
+    fn failed_channels(&self) -> u64 {
+        self.world.nodes.iter().map(|node| node.engine.counters().failed_channels).sum()
     }
 }
 

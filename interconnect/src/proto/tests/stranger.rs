@@ -61,7 +61,12 @@ impl Victim {
 
     /// Sends a handshake from this address.
     pub fn greet(&mut self, from: SocketAddr, hello: Hello) {
-        self.take(from, &encoded(0, 0, 0, Body::Hello(hello)));
+        self.greet_with(from, hello, 0);
+    }
+
+    /// The same, with flags that say what the sender can do.
+    pub fn greet_with(&mut self, from: SocketAddr, hello: Hello, flags: u8) {
+        self.take(from, &encoded(0, 0, flags, Body::Hello(hello)));
     }
 
     /// What the engine sends now.
