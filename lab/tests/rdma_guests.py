@@ -4,40 +4,13 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 
 from checks import metrics
 
-from vnetlab import channel, machine
+from vnetlab import machine
+from vnetlab.rdma import BOOT_S, PORT, command
 from vnetlab.run import wait_until
 from vnetlab.topology import Kind, Node, Topology
-
-HELPER, PERF = "vnet-rdma-guest", "vnet-rdma-perf"
-PORT = 7000
-BOOT_S = 120
-"""Emulated guests take their time."""
-LARGER_PIECES = "echo advise >/sys/kernel/mm/transparent_hugepage/shmem_enabled || true"
-"""Kernels without huge pages have no such setting, and need none."""
-
-
-def start_helpers(lab: Topology) -> None:
-    """Starts the helper in every guest."""
-    for guest in lab.machines(Kind.VM):
-        machine.execute(guest, LARGER_PIECES)
-        start_helper(guest)
-
-
-def start_helper(guest: Node) -> None:
-    """Starts the helper in a guest and waits until it listens."""
-    log = "/tmp/helper.log"
-    words = f"setsid {HELPER} >{log} 2>&1 </dev/null &"
-    channel.execute(guest, [words], BOOT_S, lambda _: None)
-    wait_until(f"{HELPER} in {guest.name}", lambda: "ready" in machine.read(guest, Path(log)), BOOT_S)
-
-
-def command(*words: str) -> list[str]:
-    """Words that run the measuring program in a guest with vnetd's engine."""
-    return ["env", "VNET_RDMA_ATTACHMENT=vm", PERF, *words]
 
 
 @contextmanager
@@ -50,12 +23,6 @@ def guest_server(guest: Node) -> Iterator[str]:
         wait_until(f"the server in {guest.name}", lambda: served.done() or endpoints(host, guest) > 0, BOOT_S)
         yield f"{name}/0"
         assert served.result().startswith(f"{name}/0")
-
-
-def figures(text: str) -> dict[str, str]:
-    """What the measuring program prints."""
-    words = text.split()
-    return dict(zip(words[::2], words[1::2], strict=True))
 
 
 def rdma_metric(host: Node, guest: Node, name: str) -> int:

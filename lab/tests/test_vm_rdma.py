@@ -8,23 +8,11 @@ from pathlib import Path
 import pytest
 from checks import assert_balanced
 from conftest import PROGRAMS, MakeLab
-from rdma_guests import (
-    BOOT_S,
-    HELPER,
-    PERF,
-    PORT,
-    assert_nothing_is_left,
-    command,
-    endpoints,
-    figures,
-    guest_server,
-    rdma_metric,
-    start_helper,
-    start_helpers,
-)
+from rdma_guests import assert_nothing_is_left, endpoints, guest_server, rdma_metric
 from rdma_perf import perf_server
 
 from vnetlab import channel, machine, process
+from vnetlab.rdma import BOOT_S, HELPER, PERF, PORT, command, figures, start_helper, start_helpers
 from vnetlab.run import run, wait_until
 from vnetlab.topology import Topology
 

@@ -5,20 +5,12 @@ import re
 import pytest
 from checks import assert_balanced, metrics
 from conftest import MakeLab
-from rdma_guests import (
-    BOOT_S,
-    PERF,
-    assert_nothing_is_left,
-    command,
-    figures,
-    guest_server,
-    rdma_metric,
-    start_helpers,
-)
+from rdma_guests import assert_nothing_is_left, guest_server, rdma_metric
 from rdma_perf import perf_server
 from sealed_links import underlay_capture
 
 from vnetlab import machine
+from vnetlab.rdma import BOOT_S, PERF, command, figures, start_helpers
 from vnetlab.topology import Node, Topology
 
 ZEROS = bytes(64)

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from vnetlab import container, daemon, guest, process, store, underlay
-from vnetlab.image import GUEST, Image, ensure_image, with_open_mpi
+from vnetlab import container, daemon, guest, process, rdma, store, underlay
+from vnetlab.image import GUEST, Image, Recipe, ensure_image, with_open_mpi
 from vnetlab.run import LabError, progress, wait_until
 from vnetlab.topology import STATE, Kind, Node, Settings, Topology
 
@@ -137,8 +137,9 @@ def _start(topology: Topology) -> None:
         _boot(topology, started, image)
 
 
-RDMA_PROGRAMS = ("vnet-rdma-guest", "vnet-rdma-perf")
-"""Programs of the interconnect for virtual machines."""
+def with_rdma() -> Recipe:
+    """The guests' image with the programs of the interconnect."""
+    return replace(GUEST, programs=tuple(daemon.binaries() / name for name in rdma.PROGRAMS))
 
 
 def boot_image(topology: Topology) -> Image | None:
@@ -148,8 +149,7 @@ def boot_image(topology: Topology) -> Image | None:
     if not topology.machines(Kind.VM):
         return None
     if topology.settings.rdma:
-        programs = tuple(daemon.binaries() / name for name in RDMA_PROGRAMS)
-        return ensure_image(CACHE, replace(GUEST, programs=programs), topology.state)
+        return ensure_image(CACHE, with_rdma(), topology.state)
     if not topology.settings.mpi:
         return ensure_image(CACHE)
     # The image changes with every build of the provider, so it goes with the lab.

@@ -1,7 +1,7 @@
 """Virtual machines on two hosts, connected by vnet (vhost-user) or by QEMU's tap, bridge and kernel VXLAN."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from vnetlab import guest, lab, process
@@ -16,8 +16,8 @@ class VnetGuests:
     """Virtual machines whose network device vnetd serves."""
 
     vnet: Vnet
-    recipe: Recipe = GUEST
-    """What the machines boot."""
+    recipe: Recipe | Callable[[], Recipe] = GUEST
+    """What the machines boot. A recipe that depends on programs, which may change, is made when they boot."""
 
     @property
     def name(self) -> str:
@@ -33,7 +33,10 @@ class VnetGuests:
         """Runs vnetd and a virtual machine on each host."""
         topology = self.vnet.topology(topology)
         with self.vnet.daemons(topology) as daemons, _guests(topology) as stack:
-            image = ensure_image(lab.CACHE, self.recipe)
+            if isinstance(self.recipe, Recipe):
+                image = ensure_image(lab.CACHE, self.recipe)
+            else:
+                image = ensure_image(lab.CACHE, self.recipe(), topology.state)
             guests = topology.machines(Kind.VM)
             for machine in guests:
                 stack.callback(process.stop, machine.file(".pid"))

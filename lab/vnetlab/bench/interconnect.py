@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from vnetlab import daemon, machine, process
+from vnetlab import daemon, lab, machine, process, rdma
 from vnetlab.bench import mpi, sockets, usage, vhost, workload
 from vnetlab.bench.case import LAB, Case, Options, Turn, told, turn_of
 from vnetlab.bench.contenders import TAP, VNET, Bare, Contender, Ends, Vnet, VxlanContainers, VxlanDevice
+from vnetlab.bench.guests import VnetGuests
 from vnetlab.bench.result import Conditions, Sample
 from vnetlab.run import LabError, wait_until
 from vnetlab.topology import Kind, Node, Settings, Topology
@@ -167,8 +168,9 @@ def _compared(options: Options, turns: list[Turn]) -> list[Turn]:
 
 
 def cases(options: Options) -> list[Case]:
-    """All cases: writes, Open MPI, one host, faults, a bulk guest."""
-    return [*_writes(options), *_mpi(options), _one_host(options), *_faults(options), *_beside(options)]
+    """All cases: writes, Open MPI, one host, faults, a bulk guest, virtual machines."""
+    found = [*_writes(options), *_mpi(options), _one_host(options), *_faults(options), *_beside(options)]
+    return found if options.vnets else [*found, _machines(options)]
 
 
 def _writes(options: Options) -> list[Case]:
@@ -304,6 +306,45 @@ def _beside(options: Options) -> list[Case]:
         turns += [] if options.vnets else [turn(VNET, beside, PRIORITY, FIRST)]
         found.append(Case({"beside": beside}, settings, _compared(options, turns)))
     return found
+
+
+def _machines(options: Options) -> Case:
+    """Writes between virtual machines: by the engine of their hosts' vnetd, and by UDP and TCP of their kernels."""
+    seconds = options.seconds(3)
+    guests = VnetGuests(VNET, lab.with_rdma)
+
+    def by(attachment: str) -> Callable[[Ends, float], Sample]:
+        return lambda ends, seconds: machine_writes(ends, seconds, attachment)
+
+    def stream(ends: Ends, seconds: float) -> Sample:
+        return {"goodput_bps": workload.tcp(ends, seconds)["tcp_bps"]}
+
+    everybody = [By(f"{RDMA} by vnetd", guests, by("vm")), By(f"{RDMA} by UDP", guests, by("process"))]
+    everybody.append(By(OVER_TCP, guests, stream))
+    settings = Settings(name=LAB, vms=1, containers=0, rdma=True)
+    return Case({"between": "emulated virtual machines"}, settings, [each.turn(seconds) for each in everybody])
+
+
+def machine_writes(ends: Ends, seconds: float, attachment: str) -> Sample:
+    """RDMA writes between applications in virtual machines: 8 bytes in one direction, then a stream."""
+    for guest in (ends.source, ends.destination):
+        machine.execute(guest, rdma.LARGER_PIECES)
+        if attachment == "vm":
+            rdma.start_helper(guest)
+    name = f"{ends.destination.address}:{PORT}"
+    server = " ".join(rdma.command("server", name, "once", attachment=attachment))
+    rdma.start(ends.destination, server, Path("/tmp/server.log"), name)
+    words = ["client", f"{name}/0", str(ONE_HOST_BYTES), f"{seconds},{seconds}"]
+    text = machine.execute(
+        ends.source, *rdma.command(*words, attachment=attachment), timeout_s=2 * seconds + rdma.BOOT_S
+    )
+    found = _figures(text)
+    return {
+        "datagram_oneway_us": found["latency_us"],
+        "datagram_p99_us": found["p99_us"],
+        "goodput_bps": found["gbit_s"] * 1e9,
+        "resent": found["resent"],
+    }
 
 
 @contextlib.contextmanager
