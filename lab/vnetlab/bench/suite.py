@@ -492,8 +492,8 @@ BENCHES = {
                 "A late datagram is overtaken by 8 others.",
                 "Beside a bulk guest: 8-byte writes while other containers of the same hosts stream 2 MiB writes. With "
                 "priority, the guest's processes have the scheduling class SCHED_FIFO.",
-                "Virtual machines are emulated by QEMU: compare them only with each other. 8-byte writes, and writes of "
-                "1 MiB, by the engine of their hosts' vnetd, past their kernels, and by UDP and TCP of their kernels.",
+                "Virtual machines are emulated by QEMU: compare them only with each other. 8-byte writes and writes of "
+                "1 MiB by the engine of their hosts' vnetd, past their kernels, and by UDP and TCP of their kernels.",
                 _SHAPED,
             ),
             axis="bytes",
