@@ -125,6 +125,16 @@ def test_verdict(result: Result, low: float, high: float, verdict: str):
     assert elsewhere.verdict(result) == "Not measured under these conditions."
 
 
+def test_verdict_counts_the_cases_that_agree():
+    made = Result("streams", "", "", 1, quick=False, machine={}, versions={})
+    for wire, rate in (("1g", 7), ("10g", 9), ("none", 12)):
+        made.add({"wire": wire}, NATIVE.name, {"tcp_bps": 10})
+        made.add({"wire": wire}, TAP.name, {"tcp_bps": rate})
+    claim = Claim("TCP", "tcp_bps", 0.9, 1.0, (TAP.name,), NATIVE.name)
+    assert claim.verdict(made) == "Agrees in 1 of 3 cases: 1 better and 1 worse."
+    assert replace(claim, low=0.8, high=0.8).verdict(made) == "Agrees in no case of 3: 2 better and 1 worse."
+
+
 def test_verdict_of_a_time_is_the_other_way_round():
     made = Result("pings", "", "", 1, quick=False, machine={}, versions={})
     for name, time in ((NATIVE.name, 10), (TAP.name, 25)):

@@ -3,8 +3,6 @@
 Guests boot twice, for `interrupts` and `machines`. Four parts are left to `lab evaluate all --quick`, as each
 boots further emulated guests, which is too slow here: the trace of `interrupts` (test_driving.py has one), the rows of
 `ablation` between virtual machines, `machines` on tap and bridge, and virtio-blk of `files`.
-
-Where programs of `make bench-packages` are missing, the experiments that need them must say so and how to install them.
 """
 
 from collections.abc import Iterator
@@ -15,7 +13,6 @@ import pytest
 
 from vnetlab import lab
 from vnetlab.bench import runner, suite
-from vnetlab.bench.contenders import absent
 from vnetlab.bench.result import Result
 from vnetlab.evaluate import bars, ranks, report
 from vnetlab.evaluate.document import markdown
@@ -39,17 +36,6 @@ CONTENDERS = {
 }
 """Contenders of experiments in which the usual one, vnet by TAP, is not the one to try."""
 
-SOCKPERF, HPCC = ("sockperf", "sockperf"), ("hpcc", "hpcc")
-NEEDED = {
-    "messages": (("NPopenmpi", "netpipe-openmpi"), ("tincd", "tinc")),
-    "challenge": (HPCC,),
-    "ipoib": (HPCC,),
-    "requests": (SOCKPERF,),
-    "noise": (SOCKPERF,),
-    "files": (("fio", "fio"),),
-}
-"""Programs that only the bench needs, and their Debian packages."""
-
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
@@ -70,11 +56,6 @@ def test_an_experiment_runs(kept: Path, name: str, monkeypatch: pytest.MonkeyPat
     result = Result(name, "lab/lab evaluate", "", 1, quick=True, machine={}, versions={})
     runner.run(experiment, options, result)
     result.write(kept / f"{name}.json")
-    missing = [reason for needed in NEEDED.get(name, ()) if (reason := absent(*needed))]
-    if missing:
-        assert result.failures
-        assert all(any(reason in failure.reason for reason in missing) for failure in result.failures)
-        return
     assert not result.failures
     assert result.contenders() == [turn.contender for turn in first.turns]
     assert len(first.turns) == len(wanted)

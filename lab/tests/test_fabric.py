@@ -1,7 +1,4 @@
-"""The interconnect and MPI over its provider: over the overlay, in shared memory on one host, with a virtual machine.
-
-With VNET_TEST_HPCC=1 also the HPC Challenge suite, which takes a minute on an idle machine.
-"""
+"""The interconnect and MPI over its provider: over the overlay, in memory of one host, with a virtual machine."""
 
 import os
 import re
@@ -19,7 +16,6 @@ from sealed_links import hang_up, underlay_capture
 
 from vnetlab import daemon, machine, process
 from vnetlab.bench import mpi
-from vnetlab.bench.contenders import absent
 from vnetlab.daemon import REPOSITORY
 from vnetlab.lab import start_daemon
 from vnetlab.run import run, wait_until
@@ -55,17 +51,14 @@ def test_ranks_in_two_containers_exchange_messages_of_all_sizes(lab: Topology, t
     assert done.returncode != 0, "the program's failure is passed on"
 
 
-if "VNET_TEST_HPCC" in os.environ:
-
-    @pytest.mark.parametrize("ranks", [2, 4])
-    def test_the_hpc_challenge_passes_all_checks(lab: Topology, ranks: int):
-        assert absent("hpcc", "hpcc") is None
-        nodes = [lab.find("h1c1"), lab.find("h2c1")] * (ranks // 2)
-        report = mpi.challenge_report(nodes, ORDER, mpi.FABRIC)
-        assert mpi.challenge_figures(report)["pingpong_bytes_per_s"] > 0
-        assert "FAILED" not in report
-        assert "0 tests completed and failed residual checks" in report
-        assert set(re.findall(r"Found (\d+) errors", report)) == {"0"}
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_hpc_challenge_passes_all_checks(lab: Topology, ranks: int):
+    nodes = [lab.find("h1c1"), lab.find("h2c1")] * (ranks // 2)
+    report = mpi.challenge_report(nodes, ORDER, mpi.FABRIC)
+    assert mpi.challenge_figures(report)["pingpong_bytes_per_s"] > 0
+    assert "FAILED" not in report
+    assert "0 tests completed and failed residual checks" in report
+    assert set(re.findall(r"Found (\d+) errors", report)) == {"0"}
 
 
 def test_wireshark_shows_packets_inside_the_links_datagrams(lab: Topology, tmp_path: Path):

@@ -8,6 +8,8 @@ from vnetlab.bench.result import Conditions, Sample
 from vnetlab.topology import Settings, Topology, Wire
 
 LAB = "bench"
+EMULATED = "emulated virtual machines"
+"""Value of a condition of cases between them."""
 MTUS = (1500, 9000)
 
 

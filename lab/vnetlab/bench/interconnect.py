@@ -15,7 +15,7 @@ from pathlib import Path
 
 from vnetlab import daemon, lab, machine, process, rdma
 from vnetlab.bench import mpi, sockets, usage, vhost, workload
-from vnetlab.bench.case import LAB, Case, Options, Turn, told, turn_of
+from vnetlab.bench.case import EMULATED, LAB, Case, Options, Turn, told, turn_of
 from vnetlab.bench.contenders import TAP, VNET, Bare, Contender, Ends, Vnet, VxlanContainers, VxlanDevice
 from vnetlab.bench.guests import VnetGuests
 from vnetlab.bench.result import Conditions, Sample
@@ -322,7 +322,7 @@ def _machines(options: Options) -> Case:
     everybody = [By(f"{RDMA} by vnetd", guests, by("vm")), By(f"{RDMA} by UDP", guests, by("process"))]
     everybody.append(By(OVER_TCP, guests, stream))
     settings = Settings(name=LAB, vms=1, containers=0, rdma=True)
-    return Case({"between": "emulated virtual machines"}, settings, [each.turn(seconds) for each in everybody])
+    return Case({"between": EMULATED}, settings, [each.turn(seconds) for each in everybody])
 
 
 def machine_writes(ends: Ends, seconds: float, attachment: str) -> Sample:

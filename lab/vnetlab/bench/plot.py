@@ -1,10 +1,12 @@
 """Plots of results by matplotlib, which only the bench needs."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from vnetlab.bench.case import EMULATED
 from vnetlab.bench.report import describe
 from vnetlab.bench.result import METRICS, Conditions, Result, Series
 from vnetlab.run import LabError
@@ -39,6 +41,8 @@ def draw(result: Result, title: str, metrics: tuple[str, ...], axis: str, folder
     Raises LabError if matplotlib is not installed.
     """
     pyplot = library()
+    # Next to the other cases, emulated machines take so long that nothing else would be seen.
+    result = replace(result, series=[each for each in result.series if EMULATED not in each.conditions.values()])
     drawn = [metric for metric in metrics if metric in result.metrics()]
     if not drawn:
         return []

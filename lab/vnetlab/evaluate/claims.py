@@ -96,16 +96,23 @@ class Claim:
         return self._range(*found) if found else "not measured"
 
     def verdict(self, result: Result | None) -> str:
-        """One sentence: whether the figures agree, and if not, why."""
+        """One sentence: in how many cases the figures agree, and if in none, why."""
         found = self.all_measured(result)
         if not found:
             return "Not measured under these conditions."
         low, high = found[0], found[-1]
         close = TOLERANCE if self.base else SHARE_TOLERANCE
-        if low.ratio <= self.high + close and high.ratio >= self.low - close:
+        less = sum(each.ratio < self.low - close for each in found)
+        more = sum(each.ratio > self.high + close for each in found)
+        if not less + more:
             return "Agrees."
-        more = low.ratio > self.high
-        better = more == METRICS[self.metric].higher_is_better
+        if max(less, more) < len(found):
+            better, worse = (more, less) if METRICS[self.metric].higher_is_better else (less, more)
+            parts = [f"{count} {word}" for count, word in ((better, "better"), (worse, "worse")) if count]
+            agreeing = len(found) - less - more
+            begin = f"Agrees in {agreeing} of {len(found)} cases" if agreeing else f"Agrees in no case of {len(found)}"
+            return f"{begin}: {' and '.join(parts)}."
+        better = bool(more) == METRICS[self.metric].higher_is_better
         # The contender that deviates most from the paper gives the reason.
         name = (high if more else low).contender
         reason = (self.better if better else self.worse)[name]

@@ -14,6 +14,7 @@ from vnetlab.evaluate.reasons import (
     EARLY_WHY,
     EMULATED,
     FASTER_FILES,
+    GATHERED,
     LATENCY,
     NO_GUEST,
     NO_XEN,
@@ -546,6 +547,23 @@ _INTERCONNECT = (
         (
             Claim("2 MiB / bound", "transfer_bps", 0.92, 0.92, (NATIVE.name,), BOUND, _LARGE, PROTOCOL, SOCKETS),
             Claim("2 MiB / TCP", "transfer_bps", 3, 3, (NATIVE.name,), NATIVE_TCP, _LARGE, NO_XEN, NO_XEN),
+            Claim(
+                "128 KiB / TCP", "transfer_bps", 3, 3, (NATIVE.name,), NATIVE_TCP, {"bytes": 128 << 10}, NO_XEN, NO_XEN
+            ),
+            *(
+                Claim(
+                    f"{size} bytes / TCP",
+                    "transfer_bps",
+                    4.3,
+                    4.3,
+                    (NATIVE.name,),
+                    NATIVE_TCP,
+                    {"bytes": size},
+                    GATHERED,
+                    NO_XEN,
+                )
+                for size in (64, 1_024)
+            ),
         ),
         _WRITES,
     ),

@@ -56,6 +56,7 @@ OPENVZ = {BRIDGED.name: "the stand-in also encapsulates each frame, and both hos
 TODAY = {BRIDGED.name: "in a kernel of today 64 KB of a stream pass bridge and VXLAN device in one piece"}
 SCATTER = {BRIDGED.name: "scatter of the rounds, as a bridge cannot be faster than no bridge"}
 PROTOCOL = {NATIVE.name: "the engine also acknowledges each packet, and puts its bytes where they belong"}
+GATHERED = {NATIVE.name: "TCP gathers small writes to large segments, while each RDMA write is a packet of its own"}
 SOCKETS = {NATIVE.name: "the bound is that of bare sockets of one thread, not of the adapter as in the paper"}
 STREAM = {
     BRIDGED.name: "here a stream leaves the host beside it, and takes processor time; the paper's hosts sent nothing"

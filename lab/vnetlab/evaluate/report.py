@@ -88,6 +88,7 @@ def coverage_page() -> str:
 def document(results: dict[str, Result], plots: dict[str, list[Path]]) -> Iterator[Block]:
     """The report of these results."""
     first = next(iter(results.values()))
+    are_alike = all(_measured(each) == _measured(first) for each in results.values())
     yield Heading(TITLE, 1)
     yield Text("Which data path costs an application what: the experiments of five papers, repeated here.")
     if any(result.quick for result in results.values()):
@@ -98,8 +99,11 @@ def document(results: dict[str, Result], plots: dict[str, list[Path]]) -> Iterat
         + "In each round every kind of data path is brought up, measured "
         "and taken down in turn; figures are medians over the rounds. Only ratios between kinds are meaningful."
     )
-    yield Text(f"Machine: {bench.machine(first)}.")
-    yield Text("Versions: " + ", ".join(f"{name} {version}" for name, version in first.versions.items()) + ".")
+    if are_alike:
+        yield Text(f"Machine: {bench.machine(first)}.")
+        yield Text("Versions: " + _versions(first) + ".")
+    else:
+        yield Text("Experiments were measured at different times; each names its machine and versions.")
     yield Heading("Bars")
     yield Text(f"{bars.summary(results)} {BEST}")
     yield Table(bars.rows(results))
@@ -113,7 +117,16 @@ def document(results: dict[str, Result], plots: dict[str, list[Path]]) -> Iterat
             yield Text("The papers' ratios beside those measured here:")
             yield claims
     for name, result in results.items():
-        yield from _experiment(EXPERIMENTS[name], result, plots.get(name, []))
+        yield from _experiment(EXPERIMENTS[name], result, plots.get(name, []), not are_alike)
+
+
+def _measured(result: Result) -> tuple[str, str]:
+    """Machine and versions of a result, as text."""
+    return bench.machine(result), _versions(result)
+
+
+def _versions(result: Result) -> str:
+    return ", ".join(f"{name} {version}" for name, version in result.versions.items())
 
 
 def coverage(paper: str) -> Table:
@@ -151,12 +164,14 @@ def _kinds() -> Iterator[Block]:
     yield Text("Xen, OpenVZ, VMware Server and Kitten are not in scope: the table names what stands for them.")
 
 
-def _experiment(experiment: Experiment, result: Result, plots: list[Path]) -> Iterator[Block]:
-    """Notes, tables, failures and plots of an experiment."""
+def _experiment(experiment: Experiment, result: Result, plots: list[Path], is_named: bool) -> Iterator[Block]:
+    """Notes, tables, failures and plots of an experiment, with the machine and the versions if `is_named`."""
     yield Heading(f"Experiment {experiment.name}: {experiment.title}")
     rounds = f"{result.repeat} round{'s' * (result.repeat > 1)}"
     told = f"`{result.command}`, {result.date}, {rounds}: median (smallest\N{EN DASH}largest)."
     yield Text(" ".join([told, *result.notes]))
+    if is_named:
+        yield Text("Machine: {}. Versions: {}.".format(*_measured(result)))
     for rows in bench.tables(result):
         yield Table(tuple(tuple(row) for row in rows))
     if failures := bench.failures(result):
