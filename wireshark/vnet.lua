@@ -4,7 +4,7 @@
 --     tshark -X lua_script:vnet.lua -i eth0 -Y vnet_rdma
 --
 -- A heuristic dissector recognizes interconnect packets on any UDP port; at those of another protocol, such as 7000 to 7009 (AFS), pass
--- -d udp.port==7000,vnet_rdma. Links use UDP port 9000 by default; for another port
+-- -d udp.port==7000,vnet_rdma, and -o tcp.try_heuristic_first:TRUE for connections that stand in for UDP. Links use UDP port 9000 by default; for another port
 -- choose "Decode As", or pass -d udp.port==9100,vnet. With UDP segmentation offload, a capture shows several datagrams as one, and
 -- Wireshark dissects only the first of them. Disable the offload while capturing (ethtool -K eth0 tx-udp-segmentation off).
 
@@ -475,6 +475,69 @@ DissectorTable.get("ethertype"):add(0x88b5, ether)
 local ports = DissectorTable.get("udp.port")
 ports:add(9000, native)
 ports:add_for_decode_as(rdma)
+-- TCP connections that stand in for UDP: magic and secret in each direction, then records. A probe by UDP is a magic and a secret, too.
+
+local tcp = Proto("vnet_rdma_tcp", "vnet interconnect over TCP")
+
+local BOUNCE, PREFACE, LENGTH = "vnet-rdma-bounce", 24, 4
+local CONTROLS = { "a probe has arrived by UDP", "no answers by UDP" }
+local t = {
+    magic = ProtoField.string("vnet_rdma_tcp.magic", "Magic"),
+    secret = ProtoField.bytes("vnet_rdma_tcp.secret", "Secret of the sender"),
+    length = ProtoField.uint32("vnet_rdma_tcp.length", "Length of the record"),
+    control = ProtoField.uint8("vnet_rdma_tcp.control", "Control record", base.DEC, CONTROLS),
+}
+tcp.fields = { t.magic, t.secret, t.length, t.control }
+
+local function is_bounce(buffer)
+    return buffer:len() >= #BOUNCE and buffer(0, #BOUNCE):string() == BOUNCE
+end
+
+local function preface(buffer, pinfo, tree)
+    local own = tree:add(tcp, buffer(), "vnet interconnect over TCP")
+    own:add(t.magic, buffer(0, #BOUNCE))
+    own:add(t.secret, buffer(#BOUNCE))
+    pinfo.cols.protocol = "VNET-RDMA"
+    return buffer:len()
+end
+
+-- No record is as long as the magic would say.
+local function record_len(buffer, _, offset)
+    local first = buffer(offset, LENGTH)
+    return first:string() == BOUNCE:sub(1, LENGTH) and PREFACE or LENGTH + first:uint()
+end
+
+local function record(buffer, pinfo, tree)
+    if is_bounce(buffer) then
+        return preface(buffer, pinfo, tree)
+    end
+    local own = tree:add(tcp, buffer(0, LENGTH), "vnet interconnect over TCP")
+    own:add(t.length, buffer(0, LENGTH))
+    if buffer:len() == LENGTH + 1 then
+        own:add(t.control, buffer(LENGTH))
+    elseif buffer:len() > LENGTH then
+        rdma.dissector(buffer(LENGTH):tvb(), pinfo, tree)
+    end
+    return buffer:len()
+end
+
+function tcp.dissector(buffer, pinfo, tree)
+    dissect_tcp_pdus(buffer, tree, LENGTH, record_len, record)
+    return buffer:len()
+end
+
+tcp:register_heuristic("tcp", function(buffer, pinfo, tree)
+    if not is_bounce(buffer) then
+        return false
+    end
+    pinfo.conversation = tcp
+    tcp.dissector(buffer, pinfo, tree)
+    return true
+end)
+tcp:register_heuristic("udp", function(buffer, pinfo, tree)
+    return buffer:len() == PREFACE and is_bounce(buffer) and preface(buffer, pinfo, tree) > 0
+end)
+
 rdma:register_heuristic("udp", function(buffer, pinfo, tree)
     return (sealing(buffer) or header_len(buffer)) ~= nil and rdma.dissector(buffer, pinfo, tree) > 0
 end)

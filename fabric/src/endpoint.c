@@ -161,6 +161,8 @@ static int enable(struct vnet_ep *ep)
 	/* Operations have no deadline, and messages wait without limit until the peer has room: a receive may be posted much later than
 	 * the message is sent, so only the death of a peer fails an operation. */
 	vnet_rdma_set_timeout(0);
+	/* Programs register memory of their own, such as MPI windows. */
+	vnet_rdma_set_own_memory(1);
 	int result = vnet_rdma_open(bind, &ep->node);
 	if (!result)
 		result = vnet_rdma_endpoint_open(ep->node, 0, &ep->rdma);
@@ -218,6 +220,9 @@ static int ep_bind(struct fid *fid, struct fid *other, uint64_t flags)
 		}
 		return 0;
 	case FI_CLASS_CNTR:
+		/* Peers read without notice to the owner of the memory. */
+		if (flags & FI_REMOTE_READ)
+			return -FI_ENOSYS;
 		for (int i = 0; i < VNET_CNTRS; i++) {
 			if (flags & events[i])
 				ep->cntrs[i] = (struct vnet_cntr *)other;

@@ -50,6 +50,7 @@ static void open_side(struct side *side, struct fid_fabric *fabric, struct fi_in
 		CHECK(fi_ep_bind(side->ep, &(*rx_cq)->fid, FI_RECV));
 	}
 	CHECK(fi_ep_bind(side->ep, &side->cntr->fid, FI_WRITE | FI_READ));
+	ASSERT(fi_ep_bind(side->ep, &side->cntr->fid, FI_REMOTE_READ) == -FI_ENOSYS);
 	CHECK(fi_enable(side->ep));
 	side->memory = calloc(2, BIG);
 }

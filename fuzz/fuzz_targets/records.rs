@@ -54,7 +54,7 @@ fuzz_target!(|data: &[u8]| {
                 Err(_) => break 'connection,
                 Ok(None) => break,
                 Ok(Some(packet)) => {
-                    assert!(!is_right || sent.next().is_some_and(|sent| sent == packet));
+                    assert!(!is_right || sent.next().is_some_and(|sent| sent[..] == *packet));
                     if !victim.engine.receive_stream(now, victim.from, packet) {
                         break 'connection;
                     }

@@ -146,7 +146,8 @@ fn check(here: &str, name: &str, seconds: f64) -> Done {
         done += 1;
     }
     let bps = done as f64 * LEN as f64 * 8.0 / begin.elapsed().as_secs_f64();
-    println!("{{\"bps\": {bps}, \"wrong_bytes\": {wrong}, \"resent\": {}}}", node.counters().resent);
+    let resent = node.counters().map_or(0, |counters| counters.resent);
+    println!("{{\"bps\": {bps}, \"wrong_bytes\": {wrong}, \"resent\": {resent}}}");
     endpoint.write(peer, memory.note_span(), (key, (SLOTS * LEN) as u64), Some(LAST), LAST)?;
     // Whatever became of it: the peer exits once it has this write, and the relay may lose what acknowledges it. A peer without it fails.
     while endpoint.wait(Some(PATIENCE)).is_some_and(|completion| completion.context != LAST) {}

@@ -89,7 +89,12 @@ int main(int argc, char **argv)
 		check(vnet_rdma_send(endpoint, &left, "", 1, 0, 0, 0, VNET_RDMA_BUFFERED), "send");
 		wait_for(endpoint, VNET_RDMA_RECEIVE);
 	}
-	printf("%d rounds of %d bytes\n", ROUNDS, LEN);
+	vnet_rdma_counters sent;
+	vnet_rdma_node_counters all;
+	check(vnet_rdma_counters_of_endpoint(endpoint, &sent), "counters of the endpoint");
+	check(vnet_rdma_counters_of_node(node, &all), "counters of the node");
+	printf("%d rounds of %d bytes: %llu packets, %llu repeated\n", ROUNDS, LEN, (unsigned long long)sent.packets,
+	       (unsigned long long)all.resent);
 	check(vnet_rdma_deregister(endpoint, own_key), "deregister");
 	vnet_rdma_endpoint_close(endpoint);
 	vnet_rdma_close(node);

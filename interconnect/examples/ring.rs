@@ -74,6 +74,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         endpoint.send(left, outbox.span(LEN, 1)?, None, 0)?;
         seen.wait(&endpoint, Kind::Receive)?;
     }
-    println!("{ROUNDS} rounds of {LEN} bytes");
+    let (sent, resent) = (endpoint.counters()?.packets, node.counters().map_or(0, |all| all.resent));
+    println!("{ROUNDS} rounds of {LEN} bytes: {sent} packets, {resent} repeated");
     Ok(())
 }

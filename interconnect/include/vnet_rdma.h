@@ -91,6 +91,28 @@ typedef struct vnet_rdma_atomic_op {
 	uint16_t datatype;
 } vnet_rdma_atomic_op;
 
+/* What an endpoint has sent since it was opened. */
+typedef struct vnet_rdma_counters {
+	uint64_t packets;   /* of its operations, and of its memory that peers read */
+	uint64_t bytes;     /* of these packets, and of writes straight into memory shared with a peer */
+	uint64_t held_back; /* how often its rate limit began to hold packets back */
+} vnet_rdma_counters;
+
+/* What a node's engine has done since it was opened. */
+typedef struct vnet_rdma_node_counters {
+	uint64_t packets_out; /* with repeated ones */
+	uint64_t resent;      /* repeated ones */
+	uint64_t packets_in;
+	uint64_t malformed;   /* received ones that do not belong to this protocol */
+	uint64_t unknown;     /* received ones of no channel of this engine */
+	uint64_t useless;     /* received twice, or beyond the receive window */
+	uint64_t no_memory;   /* dropped, as no memory was left to hold them until those before them had come */
+	uint64_t not_ready;   /* messages refused, as the endpoint had no room or did not exist */
+	uint64_t bad_keys;    /* peers' writes and reads refused because of a wrong key, range or right */
+	uint64_t failed_channels;
+	uint64_t held_back;   /* how often rate limits of endpoints began to hold packets back */
+} vnet_rdma_node_counters;
+
 /* The calling thread's last error. Valid until its next call. */
 const char *vnet_rdma_error(void);
 /* What a status means. */
@@ -99,11 +121,16 @@ const char *vnet_rdma_status_text(uint32_t status);
 /* Deadline of an operation in the nodes that are opened from now on, in milliseconds. 60 s unless it is set. 0: none, and messages wait
  * without limit for an endpoint that is not open or has no room. */
 void vnet_rdma_set_timeout(uint32_t timeout_ms);
+/* Whether the program registers memory of its own in the nodes that are opened from now on: yes, unless it is set to 0. A program that registers only
+ * memory of vnet_rdma_allocate() gets the engine of the host's vnetd by itself in a virtual machine whose helper runs (see vnet_rdma_attachment()). */
+void vnet_rdma_set_own_memory(int is_registered);
 /* Opens a node at `bind`, such as "10.77.1.1:7000" or "[::]:0"; NULL: any address and port. "ether://eth0:7000": in raw Ethernet frames at this
  * device, which needs CAP_NET_RAW. -ENODEV: no such device; -EPERM: no CAP_NET_RAW, or a link of this host is sealed. */
 int vnet_rdma_open(const char *bind, vnet_rdma_node **node);
 /* Waits up to two seconds for acknowledgements, tells peers, and frees the node. Close its endpoints first. */
 void vnet_rdma_close(vnet_rdma_node *node);
+/* Fills in its counters. -ENOTSUP: the host's daemon runs the engine; its metrics have packets sent and received. */
+int vnet_rdma_counters_of_node(const vnet_rdma_node *node, vnet_rdma_node_counters *counters);
 /* Port of the node. */
 uint16_t vnet_rdma_port(const vnet_rdma_node *node);
 
@@ -114,6 +141,8 @@ void vnet_rdma_endpoint_close(vnet_rdma_endpoint *endpoint);
 /* Sets its share of what the node sends, from now on: among endpoints that have something to send bytes are divided by `weight`, 1 to 100 (100
  * unless it is set), and it sends at most `rate` bytes per second; 0: no limit. -EINVAL: there is no such weight. */
 int vnet_rdma_endpoint_share(vnet_rdma_endpoint *endpoint, uint32_t weight, uint64_t rate);
+/* Fills in its counters. -ENOTCONN: the daemon that runs its engine is gone or does not answer. */
+int vnet_rdma_counters_of_endpoint(vnet_rdma_endpoint *endpoint, vnet_rdma_counters *counters);
 /* Its number. */
 uint16_t vnet_rdma_endpoint_number(const vnet_rdma_endpoint *endpoint);
 
@@ -159,13 +188,16 @@ int vnet_rdma_receive_claimed(vnet_rdma_endpoint *endpoint, uint64_t claim, void
 /* How the packets to a peer travel now: by the UDP socket, in raw Ethernet frames, or through memory shared with a process of the same host, which the host's daemon
  * gives by itself soon after the first message. VNET_RDMA_MEETING="" in the environment keeps them on the network. With
  * VNET_RDMA_ATTACHMENT=daemon, the host's daemon runs the engine and sends all packets; between two processes that it serves they
- * bypass the network. Beside the UDP socket, large transfers take TCP connections, unless VNET_RDMA_STREAMS=off. To a peer behind a sealed link they are sealed, unless
+ * bypass the network. VNET_RDMA_ATTACHMENT=vm is the same from a virtual machine. Beside the UDP socket, large transfers take TCP connections, unless VNET_RDMA_STREAMS=off. To a peer that UDP does not
+ * reach, all packets take one; with VNET_RDMA_ATTACHMENT=bounce, to all peers. To a peer behind a sealed link they are sealed, unless
  * VNET_RDMA_SEAL=off. */
 #define VNET_RDMA_ATTACHMENT_UDP 0
 #define VNET_RDMA_ATTACHMENT_SAME_HOST 1
 #define VNET_RDMA_ATTACHMENT_DAEMON 2
 #define VNET_RDMA_ATTACHMENT_SEALED 3
 #define VNET_RDMA_ATTACHMENT_ETHERNET 4
+#define VNET_RDMA_ATTACHMENT_VM 5
+#define VNET_RDMA_ATTACHMENT_BOUNCE 6
 int vnet_rdma_attachment(vnet_rdma_endpoint *endpoint, const vnet_rdma_peer *peer);
 /* Takes a posted buffer back. 0, or -ENOENT: there is none with this context, or its message is on its way. */
 int vnet_rdma_cancel(vnet_rdma_endpoint *endpoint, uint64_t context);

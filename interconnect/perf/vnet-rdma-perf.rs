@@ -67,6 +67,11 @@ fn client(bind: Option<&str>, arguments: &[&str]) -> Result<(), Failure> {
     }
 }
 
+/// Opens a node, which registers only memory of the library.
+fn open(bind: &str) -> Result<Node, Failure> {
+    Ok(Node::open(&Options { bind: bind_to(bind)?, own_memory: false, ..Options::default() })?)
+}
+
 fn bind_to(text: &str) -> Result<Bind, Failure> {
     Ok(text.parse()?)
 }
@@ -103,7 +108,7 @@ fn say(line: &str) {
 }
 
 fn serve(bind: &str, once: bool) -> Result<(), Failure> {
-    let node = Node::open(&Options { bind: bind_to(bind)?, ..Options::default() })?;
+    let node = open(bind)?;
     let endpoint = node.endpoint(Some(0))?;
     say(&name_of(Peer { address: node.address(), endpoint: 0 }));
     loop {
@@ -166,7 +171,7 @@ fn measure(bind: Option<&str>, name: &str, size: &str, seconds: &str) -> Result<
         None if peer.address.is_ipv4() => "0.0.0.0:0",
         None => "[::]:0",
     };
-    let node = Node::open(&Options { bind: bind_to(any)?, ..Options::default() })?;
+    let node = open(any)?;
     let endpoint = node.endpoint(Some(0))?;
     let region = Region::new(&endpoint, MEMORY, BOTH)?;
     region.fill(0, &region.key().to_be_bytes())?;
@@ -188,11 +193,12 @@ fn measure(bind: Option<&str>, name: &str, size: &str, seconds: &str) -> Result<
     let time = start.elapsed().as_secs_f64();
     let cpu = (cpu_seconds() - cpu) / (bytes as f64 / 1e9);
     say(&format!(
-        "gbit_s {:.5} size {size} cpu_s_per_gb {cpu:.3} resent {} attachment {} streams {}",
+        "gbit_s {:.5} size {size} cpu_s_per_gb {cpu:.3} resent {} attachment {} streams {} bounces {}",
         bytes as f64 * 8e-9 / time,
-        node.counters().resent,
+        node.counters().map_or("-".into(), |counters| counters.resent.to_string()),
         endpoint.attachment(peer),
-        node.stream_counters().streams
+        node.stream_counters().streams,
+        node.bounce_counters().bounces
     ));
     endpoint.write(peer, region.span(0, 1)?, (key, 0), Some(LAST), 0)?;
     wait(&endpoint, Kind::Write, Some(PATIENCE))?;

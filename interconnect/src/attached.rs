@@ -5,13 +5,15 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::ether::address::Bind;
 use crate::node::pages::Pages;
-use crate::node::{Attachment, Error, Options, RingCounters, StreamCounters};
+use crate::node::{Attachment, BounceCounters, Error, Options, RingCounters, StreamCounters};
 use crate::proto::{
     Access, Completion, Counters, EndpointCounters, Key, Match, Outgoing, Peer, Receive, Seen, Shape,
     ShareSettings, Span,
 };
 use crate::seal::SealCounters;
+use crate::vm::Presence;
 use crate::{daemon, node};
 
 /// A process on the network: a socket, the protocol's engine, and endpoints.
@@ -30,11 +32,28 @@ enum Attached {
     Daemon(daemon::Endpoint),
 }
 
+impl Engine {
+    /// The engine of the host's daemon in a virtual machine, if it is to be had; otherwise that of the process.
+    fn best(options: &Options) -> Result<Self, Error> {
+        let is_vm = matches!(options.bind, Bind::Udp(_))
+            && !options.own_memory
+            && options.meeting.as_deref().is_some_and(Presence::is_seen);
+        if is_vm {
+            match daemon::Node::open(options, true) {
+                Ok(node) => return Ok(Engine::Daemon(node)),
+                Err(error) => eprintln!("vnet-rdma: {error}; the packets take this machine's network"),
+            }
+        }
+        node::Node::open(options).map(Engine::Process)
+    }
+}
+
 impl Node {
-    /// Opens a node: binds its socket, or has the daemon of the host do so if `attachment` says so.
+    /// Opens a node: binds its socket, or has the daemon of the host do so, as `attachment` says.
     pub fn open(options: &Options) -> Result<Self, Error> {
         Ok(Self(match options.attachment.as_deref() {
-            None | Some("process") => Engine::Process(node::Node::open(options)?),
+            None | Some("auto") => Engine::best(options)?,
+            Some("process" | "bounce") => Engine::Process(node::Node::open(options)?),
             Some("daemon") => Engine::Daemon(daemon::Node::open(options, false)?),
             Some("vm") => Engine::Daemon(daemon::Node::open(options, true)?),
             Some(other) => return Err(Error::Attachment(other.into())),
@@ -49,11 +68,11 @@ impl Node {
         }
     }
 
-    /// Returns the counters of this process's engine. Those of the daemon's engine are the daemon's.
-    pub fn counters(&self) -> Counters {
+    /// Returns the counters of this process's engine; `None`: the daemon runs it, whose metrics have packets only.
+    pub fn counters(&self) -> Option<Counters> {
         match &self.0 {
-            Engine::Process(node) => node.counters(),
-            Engine::Daemon(_) => Counters::default(),
+            Engine::Process(node) => Some(node.counters()),
+            Engine::Daemon(_) => None,
         }
     }
 
@@ -70,6 +89,14 @@ impl Node {
         match &self.0 {
             Engine::Process(node) => node.stream_counters(),
             Engine::Daemon(_) => StreamCounters::default(),
+        }
+    }
+
+    /// Returns the counters of the TCP connections that stand in for UDP.
+    pub fn bounce_counters(&self) -> BounceCounters {
+        match &self.0 {
+            Engine::Process(node) => node.bounce_counters(),
+            Engine::Daemon(_) => BounceCounters::default(),
         }
     }
 
@@ -125,11 +152,14 @@ impl Endpoint {
         either!(self, own => own.set_share(share))
     }
 
-    /// Counters of what the endpoint has sent. Those of the daemon's engine are the daemon's.
-    pub fn counters(&self) -> EndpointCounters {
+    /// Counters of what the endpoint has sent, whoever runs its engine.
+    ///
+    /// # Errors
+    /// The daemon, which runs the engine, is gone or does not answer.
+    pub fn counters(&self) -> Result<EndpointCounters, Error> {
         match &self.0 {
-            Attached::Process(own) => own.counters(),
-            Attached::Daemon(_) => EndpointCounters::default(),
+            Attached::Process(own) => Ok(own.counters()),
+            Attached::Daemon(own) => own.counters(),
         }
     }
 

@@ -1,12 +1,13 @@
-//! The C interface that `include/vnet_rdma.h` declares, except for polling and waiting (`c_wait.rs`).
+//! The C interface that `include/vnet_rdma.h` declares, except for polling and waiting (`c_wait.rs`), counters
+//! (`c_counters.rs`), and settings (`c_settings.rs`).
 //!
 //! Pointers come from C: the header states the requirements of each function, and each function rejects null pointers.
 
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
-use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::attached::{Endpoint, Node};
+use crate::c_settings;
 use crate::c_types::{BUFFERED, CAtomic, CCompletion, CPeer, DATA, DISCARD, QUIET, TAGGED};
 use crate::node::{Error, Options, resolve};
 use crate::proto::{
@@ -19,7 +20,7 @@ thread_local! {
     static LAST: RefCell<CString> = RefCell::default();
 }
 
-fn remember(text: &str) {
+pub(crate) fn remember(text: &str) {
     LAST.with(|last| *last.borrow_mut() = CString::new(text).unwrap_or_default());
 }
 
@@ -30,6 +31,7 @@ pub(crate) fn code(error: &Error) -> c_int {
         Error::Name(..)
         | Error::Range(..)
         | Error::Attachment(_)
+        | Error::NoBounce
         | Error::Seal(_)
         | Error::Streams(_)
         | Error::OwnDevice(_)
@@ -90,14 +92,6 @@ pub extern "C" fn vnet_rdma_status_text(status: u32) -> *const c_char {
     vnet_rdma_error()
 }
 
-static TIMEOUT_MS: AtomicU32 = AtomicU32::new(60_000);
-
-/// Sets the deadline of operations.
-#[unsafe(no_mangle)]
-pub extern "C" fn vnet_rdma_set_timeout(timeout_ms: u32) {
-    TIMEOUT_MS.store(timeout_ms, Ordering::Relaxed);
-}
-
 /// Opens a node.
 ///
 /// # Safety
@@ -105,11 +99,7 @@ pub extern "C" fn vnet_rdma_set_timeout(timeout_ms: u32) {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vnet_rdma_open(bind: *const c_char, node: *mut *mut Node) -> c_int {
     let mut options = Options::default();
-    let timeout_ms = TIMEOUT_MS.load(Ordering::Relaxed);
-    options.config.operation_timeout_ns = u64::from(timeout_ms) * 1_000_000;
-    if timeout_ms == 0 {
-        options.config.not_ready_ns = 0;
-    }
+    c_settings::apply(&mut options);
     if !bind.is_null() {
         // SAFETY: the pointer is not null, and the caller guarantees a string.
         match unsafe { text(bind) }.map(str::parse) {

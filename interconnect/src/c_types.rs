@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
 
-use crate::proto::{Completion, Peer};
+use crate::proto::{Completion, Counters, EndpointCounters, Peer};
 
 pub(crate) const TAGGED: u32 = 1;
 pub(crate) const DATA: u32 = 2;
@@ -52,6 +52,54 @@ pub struct CAtomic {
     pub(crate) count: u32,
     pub(crate) change: u16,
     pub(crate) datatype: u16,
+}
+
+/// The header's `vnet_rdma_counters`: counters of an endpoint.
+#[repr(C)]
+pub struct CEndpointCounters {
+    packets: u64,
+    bytes: u64,
+    held_back: u64,
+}
+
+impl From<EndpointCounters> for CEndpointCounters {
+    fn from(EndpointCounters { packets, bytes, held_back }: EndpointCounters) -> Self {
+        Self { packets, bytes, held_back }
+    }
+}
+
+/// The header's `vnet_rdma_node_counters`: counters of a node's engine.
+#[repr(C)]
+pub struct CNodeCounters {
+    packets_out: u64,
+    resent: u64,
+    packets_in: u64,
+    malformed: u64,
+    unknown: u64,
+    useless: u64,
+    no_memory: u64,
+    not_ready: u64,
+    bad_keys: u64,
+    failed_channels: u64,
+    held_back: u64,
+}
+
+impl From<Counters> for CNodeCounters {
+    fn from(counters: Counters) -> Self {
+        Self {
+            packets_out: counters.packets_out,
+            resent: counters.resent,
+            packets_in: counters.packets_in,
+            malformed: counters.malformed,
+            unknown: counters.unknown,
+            useless: counters.useless,
+            no_memory: counters.no_memory,
+            not_ready: counters.not_ready,
+            bad_keys: counters.bad_keys,
+            failed_channels: counters.failed_channels,
+            held_back: counters.held_back,
+        }
+    }
 }
 
 impl From<Peer> for CPeer {

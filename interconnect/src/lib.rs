@@ -13,12 +13,14 @@
 //! - [`daemon`]: the engine in the daemon of the host, for processes that ask for it;
 //! - [`vm`]: how processes in virtual machines get that engine;
 //! - `attached.rs`, `region.rs`: what applications use, whoever runs the engine;
-//! - `c_api.rs`, `c_wait.rs`: the C interface, declared in `include/vnet_rdma.h`.
+//! - `c_api.rs`, `c_counters.rs`, `c_settings.rs`, `c_wait.rs`: the C interface, declared in `include/vnet_rdma.h`.
 //!
 //! docs/interconnect.md contains a guide, the wire format, and the guarantees under failure.
 
 mod attached;
 mod c_api;
+mod c_counters;
+mod c_settings;
 mod c_types;
 mod c_wait;
 mod closer;
@@ -37,7 +39,7 @@ pub use attached::{Endpoint, Node};
 pub use ether::address::Bind;
 #[doc(hidden)]
 pub use node::Records;
-pub use node::{Attachment, Error, Options, RingCounters, StreamCounters, name_of, resolve};
+pub use node::{Attachment, BounceCounters, Error, Options, RingCounters, StreamCounters, name_of, resolve};
 pub use proto::{
     ATOMIC_BYTES_MAX, Access, Atomic, Change, Completion, Counters, Datatype, EndpointCounters, Key, Kind,
     Match, Outgoing, Peer, PostError, Receive, Seen, Shape, Span, Status,

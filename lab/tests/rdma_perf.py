@@ -10,6 +10,9 @@ from checks import metrics
 from vnetlab import machine
 from vnetlab.topology import Node
 
+LITTLE_LOCKED = ("prlimit", "--memlock=65536:65536", "setpriv", "--bounding-set=-ipc_lock", "--")
+"""Prefix of a program that may lock 64 KiB, and has no right to more. Users' programs may often lock 8 MiB."""
+
 
 def measured(near: Node, far: Node, *prefix: str, seconds: str = "0.2", size: int = 1 << 20) -> dict[str, str]:
     """The figures of vnet-rdma-perf between two containers."""
@@ -24,6 +27,13 @@ def rdma_metric(host: Node, container: Node, name: str) -> int:
     labels = f'netns="{container.namespace}"'
     found = re.search(rf"^vnet_rdma_{name}\{{{labels}\}} (\d+)$", metrics(host), re.MULTILINE)
     return int(found[1]) if found else 0
+
+
+def endpoint_metric(host: Node, container: Node, name: str) -> list[tuple[str, str, int]]:
+    """Address, number and value of each open endpoint of a container's applications that vnetd runs."""
+    row = rf'^vnet_rdma_endpoint_{name}\{{netns="{container.namespace}",address="(.*)",endpoint="(.*)"\}} (\d+)$'
+    found = re.findall(row, metrics(host), re.MULTILINE)
+    return [(address, endpoint, int(value)) for address, endpoint, value in found]
 
 
 @contextmanager

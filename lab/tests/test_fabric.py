@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import PROGRAMS, MakeLab
-from rdma_perf import measured, perf_server, rdma_metric
+from rdma_perf import LITTLE_LOCKED, endpoint_metric, measured, perf_server, rdma_metric
 from sealed_links import hang_up, underlay_capture
 
 from vnetlab import daemon, machine, process
@@ -25,6 +25,15 @@ PROGRAM = REPOSITORY / "fabric" / "tests" / "mpi.c"
 DISSECTOR = REPOSITORY / "wireshark" / "vnet.lua"
 HELLO, WELCOME, MESSAGE, WRITE, OFFER, PULL, END = 0, 1, 5, 6, 7, 8, 10
 """Kinds of packets."""
+PERF = "vnet-rdma-perf"
+LOCKS = """
+import ctypes, mmap, os
+libc, memory = ctypes.CDLL(None, use_errno=True), mmap.mmap(-1, 16 << 20)
+start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+failed = libc.mlock(ctypes.c_void_p(start), ctypes.c_size_t(16 << 20))
+print(os.strerror(ctypes.get_errno()) if failed else "locked")
+"""
+"""A program that locks 16 MiB, or says why it cannot."""
 ORDER = 50
 """Rows of the suite's matrices: they take no time, starting its parts does."""
 
@@ -49,6 +58,19 @@ def test_ranks_in_two_containers_exchange_messages_of_all_sizes(lab: Topology, t
     assert underlay_packets(lab) - before > 100, "the ranks' messages crossed the hosts' network"
     done = mpirun(lab, "--", "false")
     assert done.returncode != 0, "the program's failure is passed on"
+
+
+def test_the_printed_environment_makes_a_program_use_the_provider(lab: Topology, tmp_path: Path):
+    """As docs/interconnect.md tells users to: two ranks of one container, whose messages the provider carries."""
+    run(["mpicc", "-O1", "-o", str(tmp_path / "mpi"), str(PROGRAM)])
+    start = f"mpirun --allow-run-as-root --oversubscribe -np 2 {tmp_path / 'mpi'}"
+    script = f'eval "$({daemon.binaries() / "vnet"} mpi-env open-mpi)" && {start}'
+    node = lab.find("h1c1")
+    assert machine.execute(node, script, timeout_s=120) == "2 ranks agree\n"
+    # The provider is what they use: without an interface for it they cannot start.
+    status, text = machine.attempt(node, f"export FI_VNET_INTERFACE=none0; {script}", timeout_s=120)
+    assert status != 0, text
+    assert "FI_VNET_INTERFACE names one" in text, text
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -81,16 +103,27 @@ def test_wireshark_shows_packets_inside_the_links_datagrams(lab: Topology, tmp_p
 
 
 def test_containers_of_one_host_use_shared_memory_by_themselves(lab: Topology):
-    """Nothing is locked in memory, so a limit of 8 MiB is no obstacle."""
+    """Nothing is locked in memory."""
     frames = daemon.ask(lab.hosts[0], "stats")["balance"]["in"]
-    assert (
-        measured(lab.find("h1c1"), lab.find("h1c2"), "prlimit", "--memlock=8388608:8388608")["attachment"]
-        == "same-host"
-    )
+    assert measured(lab.find("h1c1"), lab.find("h1c2"), *LITTLE_LOCKED)["attachment"] == "same-host"
     # A write of 1 MiB would take 16 super-frames.
     assert daemon.ask(lab.hosts[0], "stats")["balance"]["in"] - frames < 1000
     assert measured(lab.find("h1c1"), lab.find("h1c2"), "env", "VNET_RDMA_MEETING=")["attachment"] == "udp"
     assert measured(lab.find("h1c1"), lab.find("h2c1"))["attachment"] == "udp", "another host has another daemon"
+
+
+@pytest.mark.parametrize("attachment", ["process", "bounce"])
+def test_registered_memory_is_not_locked(lab: Topology, attachment: str):
+    """Both ends register 4 MiB between hosts, and may lock next to nothing."""
+    near, far = lab.find("h1c1"), lab.find("h2c1")
+    prefix = [*LITTLE_LOCKED, "env", f"VNET_RDMA_ATTACHMENT={attachment}"]
+    limited = machine.execute(near, *LITTLE_LOCKED, sys.executable, "-c", LOCKS, timeout_s=60)
+    assert limited.strip() == "Cannot allocate memory", "the limit holds"
+    with perf_server(far, *prefix) as name:
+        words = machine.execute(near, *prefix, PERF, "client", name, str(4 << 20), "0.2", timeout_s=120).split()
+    seen = dict(zip(words[::2], words[1::2], strict=True))
+    assert float(seen["gbit_s"]) > 0
+    assert seen["attachment"] in ("udp", "bounce")
 
 
 def test_large_transfers_between_hosts_take_a_stream(lab: Topology):
@@ -156,7 +189,8 @@ def test_vnetd_runs_the_engine_where_the_network_allows_it(lab: Topology):
         lambda: "daemon_engine" not in machine.attempt(near, "timeout", "1", *client, unreachable, "1", "0.1")[1],
         60,
     )
-    assert measured(lab.find("h1c1"), lab.find("h2c1"), *by_daemon)["attachment"] == "daemon"
+    seen = measured(lab.find("h1c1"), lab.find("h2c1"), *LITTLE_LOCKED, *by_daemon, size=4 << 20)
+    assert seen["attachment"] == "daemon"
     with perf_server(near, *by_daemon) as name:
         machine.execute(far, "vnet-rdma-perf", "client", name, "1048576", "0.2", timeout_s=120)
     assert rdma_metric(host, near, "out_bytes_total") > 1 << 20
@@ -187,9 +221,13 @@ def test_vnetd_runs_the_engine_where_the_network_allows_it(lab: Topology):
     with subprocess.Popen(words, env=machine.environment(near), stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout.readline().strip() == f"{near.address}:7003/0"
         wait_until("its memory to be counted", lambda: rdma_metric(host, near, "registered_bytes") > 0, 60)
+        assert endpoint_metric(host, near, "weight") == [(f"{near.address}:7003", "0", 100)]
+        machine.execute(far, "timeout", "60", "vnet-rdma-perf", "client", f"{near.address}:7003/0", "8", "0.2,0.2")
+        wait_until("its packets", lambda: endpoint_metric(host, near, "packets_total")[0][2] > 100, 60)
         server.kill()
     wait_until("its memory to be revoked", lambda: rdma_metric(host, near, "registered_bytes") == 0, 60)
     wait_until("its end to be counted", lambda: rdma_metric(host, near, "processes") == 0, 60)
+    assert endpoint_metric(host, near, "weight") == []
     assert (rdma_metric(host, near, "refusals_total"), rdma_metric(host, near, "broken_total")) == (0, 0)
 
 

@@ -30,11 +30,30 @@ def test_two_virtual_machines_on_two_hosts(lab: Topology):
     with guest_server(far) as name:
         seen = figures(machine.execute(near, *command("client", name, "1048576", "1"), timeout_s=BOOT_S))
     print(f"two virtual machines: {seen}")
-    assert seen["attachment"] == "daemon"
+    assert seen["attachment"] == "vm"
     assert int(seen["messages"]) > 10
     assert float(seen["gbit_s"]) > 0
     for guest in (near, far):
         assert rdma_metric(lab.hosts[guest.host - 1], guest, "submissions_total") > 0
+    assert_nothing_is_left(lab)
+
+
+def test_the_hosts_engine_is_chosen_by_itself(lab: Topology):
+    """Where the helper runs, unless the user says otherwise; without it, the machine's own network."""
+    near, far = lab.find("h1v1"), lab.find("h2v1")
+
+    def chosen(words: str) -> str:
+        with guest_server(far) as name:
+            seen = machine.execute(near, f"{words} {PERF} client {name} 65536 0.5", timeout_s=BOOT_S)
+            return figures(seen.splitlines()[-1])["attachment"]
+
+    assert chosen("") == "vm"
+    assert chosen("VNET_RDMA_ATTACHMENT=process") == "udp"
+    machine.execute(near, f"kill $(pidof {HELPER})")
+    try:
+        assert chosen("") == "udp"
+    finally:
+        start_helper(near)
     assert_nothing_is_left(lab)
 
 
@@ -47,7 +66,7 @@ def test_a_container_and_a_virtual_machine(lab: Topology):
     # The other way round, on one host.
     with perf_server(lab.find("h2c1")) as name:
         seen = figures(machine.execute(guest, *command("client", name, "1048576", "0.5"), timeout_s=BOOT_S))
-    assert seen["attachment"] == "daemon"
+    assert seen["attachment"] == "vm"
     print(f"virtual machine to container of its host: {seen}")
     assert_nothing_is_left(lab)
 
@@ -65,7 +84,7 @@ def test_raw_ethernet_and_control_frames_share_the_wire(lab: Topology):
             frames = [PERF, "client", "from", "ether://eth0:0", name, "65536", "0.5"]
             text = machine.execute(guest, " ".join([*control, *frames]), timeout_s=BOOT_S)
         assert server.wait(60) == 0
-    assert re.findall(r"attachment (\S+)", text) == ["daemon", "ethernet"]
+    assert re.findall(r"attachment (\S+)", text) == ["vm", "ethernet"]
     assert_nothing_is_left(lab)
 
 

@@ -6,7 +6,7 @@
 //! more, loses its attachments within a second.
 
 use std::io;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,15 +16,16 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use vnet::interface::sideband::{self, Message, PORT_BYTES, Port, Sideband};
-use vnet::interface::virtqueue::window::{self, PageRun, Window};
+use vnet::interface::virtqueue::window::{self, Loans, PageRun, Window, WindowError};
+use vnet::wire::ethernet::Mac;
 use vnet::wire::offload::{F_DATA_VALID, F_NEEDS_CSUM, GSO_NONE, GSO_UDP_L4, Offload};
-use vnet_control::desired::Desired;
+use vnet_control::desired::{Desired, InterfaceSpec};
 use vnet_rdma::Span;
-use vnet_rdma::daemon::{Datagrams, GuestFrame, Lent, ShareSettings};
-use vnet_rdma::meeting::{Decline, KeyRequest, Keys, Reach};
+use vnet_rdma::daemon::{ContainerId, Datagrams, GuestFrame, Lent, ShareSettings};
+use vnet_rdma::meeting::{Decline, KeyRequest, Keys, Place, Reach};
 use vnet_rdma::vm::{self, GuestHost, Nic, PerSecond, Run, Stations, Token};
 
-use crate::rdma_engine::{RdmaEngine, share_of};
+use crate::rdma_engine::{RdmaEngine, guest_id, share_of};
 use crate::sealing::KeyKeeper;
 use crate::shared::Shared;
 
@@ -75,6 +76,7 @@ struct Guest {
     sideband: Arc<Sideband>,
     host: GuestHost,
     share: Result<ShareSettings, Decline>,
+    sources: Option<Sources>,
     /// When it is its turn again at the latest.
     next: Option<Instant>,
 }
@@ -90,10 +92,12 @@ fn run(shared: &Shared, rdma: &RdmaEngine, stop: &(AtomicBool, OwnedFd)) {
             // Others hold the lock while they open interfaces: bells do not wait for that.
             let wanted = shared.try_lock().and_then(|engine| {
                 let engine = engine.as_ref()?;
-                let allowed = |name: &str| allowed(engine.current(), name);
-                Some(
-                    engine.sidebands().into_iter().map(|(name, side)| (allowed(&name), name, side)).collect(),
-                )
+                let wanted = |(name, sideband): (String, Arc<Sideband>)| {
+                    let share = allowed(engine.current(), &name);
+                    let sources = interface(engine.current(), &name).map(Sources::of);
+                    Wanted { name, share, sources, sideband }
+                };
+                Some(engine.sidebands().into_iter().map(wanted).collect())
             });
             if let Some(wanted) = wanted {
                 follow(&mut guests, wanted, rdma, &answers);
@@ -107,17 +111,26 @@ fn run(shared: &Shared, rdma: &RdmaEngine, stop: &(AtomicBool, OwnedFd)) {
     }
 }
 
+/// What the configuration says of a guest.
+struct Wanted {
+    name: String,
+    share: Result<ShareSettings, Decline>,
+    sources: Option<Sources>,
+    sideband: Arc<Sideband>,
+}
+
 /// Makes the guests those of the configuration.
-fn follow(
-    guests: &mut Vec<Guest>,
-    wanted: Vec<(Result<ShareSettings, Decline>, String, Arc<Sideband>)>,
-    rdma: &RdmaEngine,
-    answers: &Arc<Mutex<Answers>>,
-) {
-    guests.retain(|guest| wanted.iter().any(|(_, _, sideband)| Arc::ptr_eq(sideband, &guest.sideband)));
-    for (share, name, sideband) in wanted {
+fn follow(guests: &mut Vec<Guest>, wanted: Vec<Wanted>, rdma: &RdmaEngine, answers: &Arc<Mutex<Answers>>) {
+    guests.retain(|guest| wanted.iter().any(|known| Arc::ptr_eq(&known.sideband, &guest.sideband)));
+    for Wanted { name, share, sources, sideband } in wanted {
         match guests.iter_mut().find(|guest| Arc::ptr_eq(&guest.sideband, &sideband)) {
-            Some(guest) => guest.share = share,
+            Some(guest) => {
+                guest.share = share;
+                if guest.sources != sources {
+                    guest.sources = sources;
+                    guest.host.close_all();
+                }
+            }
             None => {
                 let nic = Arc::new(GuestNic {
                     sideband: Arc::clone(&sideband),
@@ -126,7 +139,7 @@ fn follow(
                     looked_up: Mutex::default(),
                 });
                 match rdma.guest_host(nic, &name, sideband.origin().port.0) {
-                    Some(Ok(host)) => guests.push(Guest { sideband, host, share, next: None }),
+                    Some(Ok(host)) => guests.push(Guest { sideband, host, share, sources, next: None }),
                     Some(Err(error)) => {
                         tracing::error!(%error, interface = name, "cannot serve applications in the guest");
                     }
@@ -139,13 +152,51 @@ fn follow(
 
 /// What applications of an interface's guest get, or why they are not served.
 fn allowed(desired: &Desired, name: &str) -> Result<ShareSettings, Decline> {
-    let interface = desired.interfaces.iter().map(|item| &item.spec).find(|spec| spec.name == name);
-    let interface = interface.ok_or(Decline::NotAllowed)?;
+    let interface = interface(desired, name).ok_or(Decline::NotAllowed)?;
     let mut networks = desired.networks.iter().map(|item| &item.spec);
     if !networks.any(|network| network.id == interface.network && network.daemon_engine) {
         return Err(Decline::NotAllowed);
     }
     Ok(share_of(interface))
+}
+
+/// The guests' places and shares, by name and port of their interfaces. With a rate limit the interface lends its network to nobody, as with
+/// containers.
+pub fn in_room(
+    desired: &Desired,
+    guests: impl IntoIterator<Item = (String, u16)>,
+) -> Vec<(Place, (ContainerId, ShareSettings))> {
+    let of = |(name, port): (String, u16)| {
+        let interface = interface(desired, &name)?;
+        let network = (!interface.driving.share.is_limited()).then_some(interface.network.get());
+        let id = guest_id(port);
+        Some((Place { id, networks: network.into_iter().collect() }, (id, share_of(interface))))
+    };
+    guests.into_iter().filter_map(of).collect()
+}
+
+fn interface<'a>(desired: &'a Desired, name: &str) -> Option<&'a InterfaceSpec> {
+    desired.interfaces.iter().map(|item| &item.spec).find(|spec| spec.name == name)
+}
+
+/// What port security compares frames with. It cannot see packets that bypass the network, so a change ends the attachments.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Sources {
+    mac: Option<Mac>,
+    addresses: Vec<IpAddr>,
+    port_security: bool,
+    address_security: bool,
+}
+
+impl Sources {
+    fn of(interface: &InterfaceSpec) -> Sources {
+        Sources {
+            mac: interface.mac,
+            addresses: interface.addresses.clone(),
+            port_security: interface.port_security,
+            address_security: interface.address_security,
+        }
+    }
 }
 
 /// Waits for control frames, bells, the end, or the time.
@@ -206,15 +257,11 @@ impl Nic for GuestNic {
     }
 
     fn lend(&self, runs: &[Run]) -> Option<Arc<dyn Lent>> {
-        let page_run = |run: &Run| PageRun { addr: run.addr, len: u64::from(run.pages) * window::PAGE };
-        let runs: Vec<PageRun> = runs.iter().map(page_run).collect();
-        match self.sideband.loans()?.lend(&runs) {
-            Ok(window) => Some(Arc::new(LentWindow(window))),
-            Err(error) => {
-                tracing::debug!(interface = self.name, "pages of the guest are not used: {error}");
-                None
-            }
-        }
+        let lent = lend(self.sideband.loans()?, runs);
+        lent.inspect_err(|error| {
+            tracing::debug!(interface = self.name, "pages of the guest are not used: {error}");
+        })
+        .ok()
     }
 
     fn open(&self, address: SocketAddr) -> io::Result<Box<dyn Datagrams>> {
@@ -237,6 +284,13 @@ impl Nic for GuestNic {
     fn gone(&self, name: Token) {
         self.answers.lock().keeper.end(name);
     }
+}
+
+/// Lends pages of a guest.
+pub fn lend(loans: &Loans, runs: &[Run]) -> Result<Arc<dyn Lent>, WindowError> {
+    let page_run = |run: &Run| PageRun { addr: run.addr, len: u64::from(run.pages) * window::PAGE };
+    let runs: Vec<PageRun> = runs.iter().map(page_run).collect();
+    Ok(Arc::new(LentWindow(loans.lend(&runs)?)))
 }
 
 struct LentWindow(Window);
@@ -316,7 +370,6 @@ fn from_message(message: Message) -> GuestFrame {
 
 #[cfg(test)]
 mod tests {
-    use vnet::wire::ethernet::Mac;
     use vnet_control::config;
 
     use super::*;
@@ -366,5 +419,20 @@ mod tests {
         assert_eq!(allowed(&open, "vm1"), Ok(ShareSettings { weight: 30, rate: 0 }));
         assert_eq!(allowed(&open, "vm2"), Err(Decline::NotAllowed));
         assert_eq!(allowed(&desired(false), "vm1"), Err(Decline::NotAllowed));
+    }
+
+    #[test]
+    fn guests_without_rate_limits_meet() {
+        let interface = |name: &str, limit: &str| {
+            format!("[[interface]]\nname = '{name}'\nkind = 'vhost-user'\nsocket = '/run/{name}'\n{limit}\n")
+        };
+        let (open, limited) = (interface("vm1", ""), interface("vm2", "frame_limit = 1000"));
+        let text =
+            format!("[host]\nname = 'h'\n[[network]]\nid = 7\n{open}network = 7\n{limited}network = 7\n");
+        let desired = config::parse("test", &text).unwrap().desired;
+        let ports = [("vm1".to_owned(), 4), ("vm2".to_owned(), 5), ("gone".to_owned(), 6)];
+        let place = |port, networks: &[u32]| Place { id: guest_id(port), networks: networks.to_vec() };
+        let found: Vec<_> = in_room(&desired, ports).into_iter().map(|(place, _)| place).collect();
+        assert_eq!(found, [place(4, &[7]), place(5, &[])]);
     }
 }

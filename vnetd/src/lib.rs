@@ -11,6 +11,8 @@ pub mod fuzz;
 mod gate;
 mod guests;
 mod handlers;
+#[cfg(any(test, feature = "test-util"))]
+pub mod hostile_guests;
 mod interface_watch;
 mod meetings;
 mod metrics;

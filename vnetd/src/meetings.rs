@@ -57,17 +57,20 @@ fn run(shared: &Shared, rdma: &RdmaEngine, mut host: Host) {
     while !host.is_stopped() {
         let wanted = shared.lock().as_ref().map(|engine| {
             let desired = engine.current();
-            (containers(desired), rdma_engine::allowed(desired))
+            let ports = engine.sidebands().into_iter().map(|(name, side)| (name, side.origin().port.0));
+            (containers(desired), guests::in_room(desired, ports), rdma_engine::allowed(desired))
         });
-        let Some((wanted, allowed)) = wanted else { return };
+        let Some((wanted, guests, allowed)) = wanted else { return };
+        let (guest_places, guest_shares) = guests.into_iter().unzip();
         let (places, namespaces) = places(wanted);
         let mut open = |place: &Place| {
             let at = places.iter().position(|known| known.id == place.id)?;
             listen(&namespaces[at], place, &mut taken)
         };
+        // First: opening sockets in namespaces may take long.
+        rdma.set_places(&[places.clone(), guest_places].concat());
         host.set_places(&places, &mut open);
-        rdma.set_places(&places);
-        rdma.follow(&mut host, &allowed);
+        rdma.follow(&mut host, &allowed, guest_shares);
         let end = Instant::now() + LOOK_EVERY;
         while !host.is_stopped() && Instant::now() < end {
             if let Err(error) = host.turn(end.saturating_duration_since(Instant::now())) {

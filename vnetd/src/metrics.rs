@@ -17,7 +17,7 @@ use vnet::route::LearnedStats;
 use vnet_control::api::{self, Counters};
 use vnet_control::engine::Engine;
 use vnet_control::overlay::Alarm;
-use vnet_rdma::daemon::ContainerCounters;
+use vnet_rdma::daemon::{ContainerCounters, EndpointReport};
 
 use crate::rdma_engine::RdmaEngine;
 use crate::shared::{Refused, Shared, with_engine};
@@ -205,7 +205,7 @@ type RdmaValue = (&'static str, Option<Unit>, &'static str, bool, fn(&ContainerC
 
 const RDMA_VALUES: [RdmaValue; 17] = [
     ("rdma_processes", None, "Applications whose interconnect engine vnetd runs", true, |c| c.processes),
-    ("rdma_endpoints", None, "Their open endpoints", true, |c| c.endpoints),
+    ("rdma_endpoints", None, "Their open endpoints", true, |c| c.endpoints.len() as u64),
     ("rdma_regions", None, "Pieces of memory that they have registered", true, |c| c.mappings),
     ("rdma_registered", Some(Unit::Bytes), "Memory that they have registered", true, |c| c.mapped_bytes),
     ("rdma_submissions", None, "Entries taken from their queues", false, |c| c.submissions),
@@ -241,6 +241,29 @@ const RDMA_VALUES: [RdmaValue; 17] = [
     }),
     ("rdma_sealed_out_packets", None, "Packets that were sealed", false, |c| c.seal.packets_out),
     ("rdma_sealed_in_packets", None, "Packets that were opened", false, |c| c.seal.packets_in),
+];
+
+/// A value of an endpoint of such an application, as above. The engine has at most 512 of them: 16 of each of 32 applications.
+type EndpointValue = (&'static str, Option<Unit>, &'static str, bool, fn(&EndpointReport) -> u64);
+
+const ENDPOINT_VALUES: [EndpointValue; 5] = [
+    ("rdma_endpoint_packets", None, "Packets that an endpoint has sent", false, |e| e.counters.packets),
+    ("rdma_endpoint_sent", Some(Unit::Bytes), "Bytes of packets that an endpoint has sent", false, |e| {
+        e.counters.bytes
+    }),
+    (
+        "rdma_endpoint_holds",
+        None,
+        "Times that an endpoint's rate began to hold its packets back",
+        false,
+        |e| e.counters.held_back,
+    ),
+    ("rdma_endpoint_weight", None, "Weight of an endpoint in what its application sends", true, |e| {
+        e.share.weight.into()
+    }),
+    ("rdma_endpoint_rate", None, "Bytes per second that an endpoint may send; 0: no limit", true, |e| {
+        e.share.rate
+    }),
 ];
 
 impl Collector for Reading {
@@ -351,6 +374,20 @@ impl Reading {
                 families.counter((name, unit, help), members)?;
             }
         }
+        for (name, unit, help, is_gauge, value) in ENDPOINT_VALUES {
+            let members = self.rdma.iter().flat_map(|(netns, counters)| {
+                let labels = move |of: &EndpointReport| {
+                    let (address, endpoint) = (of.address.to_string(), of.endpoint.to_string());
+                    vec![("netns", netns.clone()), ("address", address), ("endpoint", endpoint)]
+                };
+                counters.endpoints.iter().map(move |of| (labels(of), value(of)))
+            });
+            if is_gauge {
+                families.gauge((name, unit, help), members)?;
+            } else {
+                families.counter((name, unit, help), members)?;
+            }
+        }
         let drops = self.rdma.iter().flat_map(|(netns, counters)| {
             let labels = move |reason: &str| vec![("netns", netns.clone()), ("reason", reason.to_owned())];
             counters.seal.drops().map(move |(reason, count)| (labels(reason), count))
@@ -406,7 +443,8 @@ pub async fn text(State(shared): State<Shared>, State(rdma): State<RdmaEngine>) 
 
 #[cfg(test)]
 mod tests {
-    use vnet_rdma::SealCounters;
+    use vnet_rdma::daemon::ShareSettings;
+    use vnet_rdma::{EndpointCounters, SealCounters};
 
     use super::*;
 
@@ -419,7 +457,14 @@ mod tests {
             "balance": {"in": 0, "copies": 0, "out": 0, "drops": 0},
         });
         let seal = SealCounters { packets_out: 7, clear: 3, ..SealCounters::default() };
-        let of_container = ContainerCounters { seal, ..ContainerCounters::default() };
+        let endpoint = EndpointReport {
+            address: "10.77.1.1:7000".parse().unwrap(),
+            endpoint: 3,
+            share: ShareSettings { weight: 25, rate: 1_000 },
+            counters: EndpointCounters { packets: 5, bytes: 600, held_back: 2 },
+        };
+        let of_container =
+            ContainerCounters { seal, endpoints: vec![endpoint], ..ContainerCounters::default() };
         Reading {
             status: serde_json::from_value(status).unwrap(),
             ports: vec![],
@@ -445,6 +490,23 @@ mod tests {
         ] {
             assert!(text.lines().any(|is| is == line), "no line '{line}' in:\n{text}");
         }
+    }
+
+    #[test]
+    fn each_endpoint_has_its_figures() {
+        let text = write(reading()).unwrap();
+        let labels = "{netns=\"c1\",address=\"10.77.1.1:7000\",endpoint=\"3\"}";
+        for (name, value) in [
+            ("packets_total", 5),
+            ("sent_bytes_total", 600),
+            ("holds_total", 2),
+            ("weight", 25),
+            ("rate", 1_000),
+        ] {
+            let line = format!("vnet_rdma_endpoint_{name}{labels} {value}");
+            assert!(text.lines().any(|is| is == line), "no line '{line}' in:\n{text}");
+        }
+        assert!(text.lines().any(|is| is == "vnet_rdma_endpoints{netns=\"c1\"} 1"), "{text}");
     }
 
     #[test]

@@ -57,15 +57,15 @@ impl RdmaEngine {
         host.serve(Box::new(move |place, request| own.attach(place, request)));
     }
 
-    /// Makes the containers that may use the engine those of the configuration. Others lose it.
-    pub fn follow(&self, host: &mut Host, wanted: &[Allowed]) {
+    /// Makes the containers that may use the engine those of the configuration. Others lose it. `guests`: shares of virtual machines.
+    pub fn follow(&self, host: &mut Host, wanted: &[Allowed], guests: Vec<(ContainerId, ShareSettings)>) {
         let allowed: HashMap<ContainerId, Allowed> =
             wanted.iter().filter_map(|item| Some((item.netns.identity()?, item.clone()))).collect();
         host.serve_only(|id| allowed.contains_key(&id));
         let mut names = self.names.lock();
         names.extend(allowed.iter().map(|(id, item)| (*id, item.netns.to_string())));
         if let Some(service) = &self.service {
-            service.set_shares(allowed.iter().map(|(id, item)| (*id, item.share)).collect());
+            service.set_shares(allowed.iter().map(|(id, item)| (*id, item.share)).chain(guests).collect());
             let known: Vec<ContainerId> = service.counters().iter().map(|counters| counters.id).collect();
             for (id, line) in service.take_notes() {
                 let of_guest = || self.guests.lock().get(&id).map(|name| format!("interface {name}"));
@@ -78,7 +78,7 @@ impl RdmaEngine {
         *self.allowed.lock() = allowed;
     }
 
-    /// Sets the containers' networks: packets between applications with a common one bypass the network.
+    /// Sets the networks of containers and guests: packets between applications with a common one bypass the network.
     pub fn set_places(&self, places: &[Place]) {
         if let Some(service) = &self.service {
             service.set_places(places);
@@ -109,8 +109,7 @@ impl RdmaEngine {
 
     /// The daemon's side of the guest at this port, whose applications count under the interface's name. `None`: the engine serves nobody.
     pub fn guest_host(&self, nic: Arc<dyn Nic>, name: &str, port: u16) -> Option<io::Result<GuestHost>> {
-        // No file system has this number: ids of guests and namespaces differ.
-        let id = (u64::MAX, u64::from(port));
+        let id = guest_id(port);
         self.guests.lock().insert(id, name.to_owned());
         Some(GuestHost::new(nic, self.service.clone()?, id))
     }
@@ -125,6 +124,11 @@ impl RdmaEngine {
         };
         counters.filter_map(named).collect()
     }
+}
+
+/// Identity of the guest at this port, beside containers. No file system has this number: ids of guests and namespaces differ.
+pub fn guest_id(port: u16) -> ContainerId {
+    (u64::MAX, u64::from(port))
 }
 
 /// Containers with an interface in a network that allows it. Several interfaces have the highest of their weights and the sum of
@@ -209,7 +213,7 @@ mod tests {
         assert_eq!(allowed(&desired), [item("a", 20, 3_000_000), item("c", 40, 0)]);
         assert!(memory_bytes() > 1 << 28);
         let (engine, mut host) = (RdmaEngine::start().unwrap(), Host::new().unwrap());
-        engine.follow(&mut host, &allowed(&desired));
+        engine.follow(&mut host, &allowed(&desired), vec![]);
         let place = Place { id: (0, 0), networks: vec![1] };
         let request = Request { bind: "127.0.0.1:0".parse().unwrap(), timeout_ms: 0, not_ready_ms: 0 };
         assert_eq!(engine.attach(&place, &request).err(), Some(Decline::NotAllowed));

@@ -15,12 +15,12 @@ use std::time::Duration;
 
 use rustix::fs::stat;
 use vnet_rdma::meeting::{Host, Place, SOCKET, listen};
-use vnet_rdma::vm::Helper;
+use vnet_rdma::vm::{Helper, Presence};
 
 use crate::machine::LinuxMachine;
 
 const USAGE: &str = "usage: vnet-rdma-guest [--socket NAME]
-Gives applications of this virtual machine the interconnect's engine of the host's vnetd (VNET_RDMA_ATTACHMENT=vm).
+Gives applications of this virtual machine the interconnect's engine of the host's vnetd (docs/interconnect.md).
   --socket NAME  abstract Unix socket at which applications ask (default: vnet-rdma)
 Needs root: it reads physical addresses (CAP_SYS_ADMIN), locks memory (CAP_IPC_LOCK) and uses a packet socket (CAP_NET_RAW).";
 /// Longest wait of the meeting point.
@@ -86,6 +86,13 @@ fn run(socket: &str) -> Result<(), String> {
     };
     let spawned = std::thread::Builder::new().name("meetings".into()).spawn(meets);
     spawned.map_err(|error| format!("cannot start a thread: {error}"))?;
+    let _presence = Presence::new(socket).map_err(|error| {
+        failed(
+            &format!("listen at the abstract socket '{socket}-vm'"),
+            "does another helper run here?",
+            error,
+        )
+    })?;
     println!("vnet-rdma-guest: ready at the abstract socket '{socket}'");
     loop {
         helper.turn().map_err(|error| format!("cannot wait for frames: {error}"))?;

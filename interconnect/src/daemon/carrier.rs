@@ -220,6 +220,14 @@ pub(crate) enum Carrier {
 }
 
 impl Carrier {
+    /// Address of the process. `None`: the kernel does not tell it.
+    pub(super) fn address(&self) -> Option<SocketAddr> {
+        match self {
+            Carrier::Socket(socket) => socket.address().ok(),
+            Carrier::Guest(port) => Some(port.address),
+        }
+    }
+
     pub(super) fn receive(&mut self) -> Option<Received<'_>> {
         match self {
             Carrier::Socket(socket) => socket.receive(true),

@@ -5,7 +5,8 @@
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
 
 use crate::proto::{
-    Access, Change, Completion, Datatype, Key, Kind, Match, Peer, PostError, Seen, ShareSettings, Status,
+    Access, Change, Completion, Datatype, EndpointCounters, Key, Kind, Match, Peer, PostError, Seen,
+    ShareSettings, Status,
 };
 
 /// Words of an entry.
@@ -97,6 +98,8 @@ pub enum Submission {
     Way { ticket: u64, peer: SocketAddr },
     /// Sets an endpoint's share of what the process sends.
     Share { ticket: u64, endpoint: u16, share: ShareSettings },
+    /// Asks for an endpoint's counters.
+    Count { ticket: u64, endpoint: u16 },
 }
 
 /// What the daemon's engine tells a process.
@@ -115,6 +118,8 @@ pub enum Answer {
     Done(u64),
     /// The message that was looked for.
     Seen(Seen),
+    /// The counters of an endpoint.
+    Counted(EndpointCounters),
     /// The engine refused the request.
     Refused(PostError),
 }
@@ -322,6 +327,7 @@ impl Submission {
             Self::Way { ticket, peer: address } => {
                 Words::new(12, 0, ticket).peer(Peer { address, endpoint: 0 })
             }
+            Self::Count { ticket, endpoint } => Words::new(13, endpoint, ticket),
         };
         words.0
     }
@@ -392,6 +398,7 @@ impl Submission {
                 Self::Share { ticket, endpoint, share: ShareSettings { weight, rate: entry[9] } }
             }
             12 => Self::Way { ticket, peer: words.its_peer().address },
+            13 => Self::Count { ticket, endpoint },
             _ => return None,
         })
     }
@@ -424,6 +431,9 @@ impl Event {
                 let number = ERRORS.iter().position(|known| *known == error).unwrap_or(0);
                 Words::new(4, 0, ticket).put(2, number as u64)
             }
+            Self::Answered(ticket, Answer::Counted(EndpointCounters { packets, bytes, held_back })) => {
+                Words::new(5, 0, ticket).put(2, packets).put(3, bytes).put(4, held_back)
+            }
         };
         words.0
     }
@@ -454,6 +464,10 @@ impl Event {
             2 => Self::Answered(second, Answer::Done(entry[2])),
             3 => Self::Answered(second, Answer::Seen(Seen { from: peer, tag, data, len })),
             4 => Self::Answered(second, Answer::Refused(*ERRORS.get(number?)?)),
+            5 => {
+                let counters = EndpointCounters { packets: entry[2], bytes: entry[3], held_back: entry[4] };
+                Self::Answered(second, Answer::Counted(counters))
+            }
             _ => return None,
         })
     }
@@ -495,6 +509,7 @@ mod tests {
             Submission::Claimed { ticket: 1, endpoint: 2, claim: 3, extent: None, context: 4 },
             Submission::Share { ticket: 1, endpoint: 2, share: ShareSettings { weight: 3, rate: u64::MAX } },
             Submission::Share { ticket: 1, endpoint: 2, share: ShareSettings { weight: u32::MAX, rate: 0 } },
+            Submission::Count { ticket: 1, endpoint: u16::MAX },
         ];
         for peer in peers() {
             all.push(Submission::Way { ticket: 9, peer: peer.address });
@@ -542,8 +557,9 @@ mod tests {
             assert_eq!(format!("{read:?}"), format!("{completion:?}"));
         }
         let seen = Seen { from: peers()[1], tag: None, data: Some(1), len: 2 };
-        let refused = ERRORS.map(Answer::Refused);
-        for answer in [Answer::Done(u64::MAX), Answer::Seen(seen)].into_iter().chain(refused) {
+        let counted = EndpointCounters { packets: 1, bytes: u64::MAX, held_back: 2 };
+        let answers = [Answer::Done(u64::MAX), Answer::Seen(seen), Answer::Counted(counted)];
+        for answer in answers.into_iter().chain(ERRORS.map(Answer::Refused)) {
             let read = Event::decode(&Event::Answered(5, answer).encode());
             assert!(matches!(read, Some(Event::Answered(5, read)) if read == answer));
         }

@@ -33,15 +33,15 @@ use crate::meeting::{Ends, Place};
 use crate::proto::{Access, Config, Match, ShareSettings, Span};
 use crate::ring::View;
 
-const PAGE: usize = 4096;
+pub(crate) const PAGE: usize = 4096;
 /// Bytes of a process's memory, in four parts.
-const LEN: usize = 16 * PAGE;
-const PART: usize = LEN / 4;
-const MEMORY: u32 = 1;
+pub(crate) const LEN: usize = 16 * PAGE;
+pub(crate) const PART: usize = LEN / 4;
+pub(crate) const MEMORY: u32 = 1;
 /// Keys of the region that peers may read, and of that which they may write.
-const READABLE: u64 = 0x5ead;
-const WRITABLE: u64 = 0x3417e;
-const SECRET: u8 = 0xc5;
+pub(crate) const READABLE: u64 = 0x5ead;
+pub(crate) const WRITABLE: u64 = 0x3417e;
+pub(crate) const SECRET: u8 = 0xc5;
 /// Sixteen of them are no accident.
 const RUN: usize = 16;
 /// Entries of each hostile process in a turn, and turns between two looks at all memory.
@@ -133,10 +133,10 @@ struct Process {
     queues: View,
 }
 
-struct Random(u64);
+pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
-    fn next(&mut self) -> u64 {
+    pub(crate) fn next(&mut self) -> u64 {
         // SplitMix64.
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -144,15 +144,15 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    fn below(&mut self, limit: u64) -> u64 {
+    pub(crate) fn below(&mut self, limit: u64) -> u64 {
         self.next() % limit
     }
 
-    fn is_one_in(&mut self, number: u64) -> bool {
+    pub(crate) fn is_one_in(&mut self, number: u64) -> bool {
         self.below(number) == 0
     }
 
-    fn of<const N: usize>(&mut self, all: [u64; N]) -> u64 {
+    pub(crate) fn of<const N: usize>(&mut self, all: [u64; N]) -> u64 {
         all[self.below(N as u64) as usize]
     }
 
@@ -333,46 +333,10 @@ impl Run {
 
     /// A random entry of a hostile process.
     fn entry(&mut self, hostile: usize) -> Entry {
-        let own = self.processes[hostile].raw.address.port();
-        let other = self.processes[1 - hostile].raw.address.port();
-        let (third, random) = (self.processes[2].raw.address.port(), &mut self.random);
-        let kind = match random.below(64) {
-            kind @ 0..12 => kind + 1,
-            12..22 => 7,
-            22..24 => 3,
-            _ => 6,
-        };
-        let details = if self.has_atomics { 4 } else { 3 };
-        let any = random.next();
-        // Most addresses are of IPv4.
-        let flags = if random.is_one_in(64) { any } else { any & !16 } & 0xff_ffff;
-        let (endpoint, detail) = (random.below(4), random.below(details));
-        let mut entry: Entry = [0; WORDS];
-        entry[0] = kind | flags << 8 | endpoint << 32 | detail << 48;
-        entry[1] = random.below(64);
-        (entry[2], entry[3], entry[4]) = (random.of([0, 1, 1, 1, 1, 1, 1, 2]), random.offset(), random.len());
-        let nobody = u16::from(random.is_one_in(64)) * 9;
-        let port = random.of([own, other, other, third, third, third].map(u64::from));
-        let port = if nobody > 0 { nobody.into() } else { port };
-        (entry[6], entry[7]) = (0x7f00_0001, port | random.below(4) << 16);
-        let key = random.next();
-        entry[8] = random.of([READABLE, WRITABLE, READABLE, WRITABLE, random.0 % 8, key]);
-        (entry[9], entry[10], entry[11]) = (random.offset(), random.next(), random.below(3));
-        entry[12] = random.next();
-        if kind == 6 && detail == 3 {
-            let (change, datatype, count) = (random.below(19), random.below(10), random.below(40));
-            let lens = random.below(400) << 32 | random.below(400) << 48;
-            entry[12] = change | datatype << 8 | count << 16 | lens;
-            entry[13] = random.of([0, 1, 1, 1, 2]) | random.of([0, 1, 1, 1, 2]) << 32;
-            (entry[14], entry[15]) = (random.offset(), random.offset());
-        }
-        if random.is_one_in(20_000) {
-            entry[random.below(2) as usize * 8] ^= random.next() & random.next();
-        }
-        if !self.has_atomics && entry[0] as u8 == 6 && entry[0] >> 48 & 0xff == 3 {
-            entry[0] &= !(3 << 48);
-        }
-        entry
+        let [own, other, third] = [hostile, 1 - hostile, 2].map(|place| {
+            (u32::from(std::net::Ipv4Addr::LOCALHOST), self.processes[place].raw.address.port())
+        });
+        entry(&mut self.random, self.has_atomics, [own, other, other, third, third, third])
     }
 
     /// Looks at all memory.
@@ -413,7 +377,48 @@ impl Run {
     }
 }
 
-fn has_secret(bytes: &[u8], has_atomics: bool) -> bool {
+/// A random entry of a hostile process, to one of these peers or to nobody.
+pub(crate) fn entry(random: &mut Random, has_atomics: bool, peers: [(u32, u16); 6]) -> Entry {
+    let kind = match random.below(64) {
+        kind @ 0..13 => kind + 1,
+        13..22 => 7,
+        22..24 => 3,
+        _ => 6,
+    };
+    let details = if has_atomics { 4 } else { 3 };
+    let any = random.next();
+    // Most addresses are of IPv4.
+    let flags = if random.is_one_in(64) { any } else { any & !16 } & 0xff_ffff;
+    let (endpoint, detail) = (random.below(4), random.below(details));
+    let mut entry: Entry = [0; WORDS];
+    entry[0] = kind | flags << 8 | endpoint << 32 | detail << 48;
+    entry[1] = random.below(64);
+    (entry[2], entry[3], entry[4]) = (random.of([0, 1, 1, 1, 1, 1, 1, 2]), random.offset(), random.len());
+    let is_nobody = random.is_one_in(64);
+    let (ip, port) = peers[random.below(6) as usize];
+    let port = if is_nobody { 9 } else { u64::from(port) };
+    (entry[6], entry[7]) = (ip.into(), port | random.below(4) << 16);
+    let key = random.next();
+    entry[8] = random.of([READABLE, WRITABLE, READABLE, WRITABLE, random.0 % 8, key]);
+    (entry[9], entry[10], entry[11]) = (random.offset(), random.next(), random.below(3));
+    entry[12] = random.next();
+    if kind == 6 && detail == 3 {
+        let (change, datatype, count) = (random.below(19), random.below(10), random.below(40));
+        let lens = random.below(400) << 32 | random.below(400) << 48;
+        entry[12] = change | datatype << 8 | count << 16 | lens;
+        entry[13] = random.of([0, 1, 1, 1, 2]) | random.of([0, 1, 1, 1, 2]) << 32;
+        (entry[14], entry[15]) = (random.offset(), random.offset());
+    }
+    if random.is_one_in(20_000) {
+        entry[random.below(2) as usize * 8] ^= random.next() & random.next();
+    }
+    if !has_atomics && entry[0] as u8 == 6 && entry[0] >> 48 & 0xff == 3 {
+        entry[0] &= !(3 << 48);
+    }
+    entry
+}
+
+pub(crate) fn has_secret(bytes: &[u8], has_atomics: bool) -> bool {
     if has_atomics {
         return bytes.chunk_by(|a, b| a == b).any(|run| run[0] == SECRET && run.len() >= RUN);
     }

@@ -55,6 +55,11 @@ impl Inbox {
         true
     }
 
+    /// Lets go of what waits: nobody takes it any more.
+    pub(crate) fn discard(&self) {
+        self.0.lock().clear();
+    }
+
     pub(super) fn take(&self) -> Option<Lending> {
         self.0.lock().pop_front()
     }

@@ -7,8 +7,8 @@
 //!
 //! A link begins as a ring does (`proto/engine/local.rs`): the elder of two engines invites the younger one by a packet on the open
 //! channel, with its name here and the channel's secret. Only the holder of the other end of the channel has both, and no address is
-//! compared, because containers may have the same ones. Two processes are linked if their containers have an interface in
-//! the same network.
+//! compared, because containers may have the same ones. Two processes are linked if their containers or virtual machines have an
+//! interface in the same network. The channel has been opened by packets of the network, which port security has let pass.
 //!
 //! When a link ends, packets take the sockets again, and the engines repeat what was lost.
 
@@ -32,7 +32,7 @@ struct Way {
 
 /// What the links know of a process.
 struct Member {
-    /// Identity of its container, as in `Place`.
+    /// Identity of its container or virtual machine, as in `Place`.
     container: (u64, u64),
     /// At most one for each other process.
     ways: Vec<Way>,
@@ -134,7 +134,7 @@ impl Links {
     /// Links a process with the one that has invited it and that it knows by `elder`.
     fn join(&mut self, slot: usize, elder: SocketAddr, invite: &Invite, served: &mut Processes) {
         let has_name = |process: &Option<Box<Served>>| {
-            process.as_ref().is_some_and(|process| process.name() == Some(invite.name))
+            process.as_ref().is_some_and(|process| process.name() == invite.name)
         };
         let Some(other) = served.iter().position(has_name) else { return };
         let is_linked = self.ways(slot).any(|way| way.slot == other);

@@ -16,7 +16,7 @@
 //! machine's interface (`carrier.rs`, `udp_frame.rs`); `vm/` is how it gets there.
 //!
 //! - `entry.rs`: the entries of the queues; `queue.rs`: the queues;
-//! - `process.rs`, `posting.rs`: the process's side;
+//! - `process.rs`, `inner.rs`, `posting.rs`: the process's side;
 //! - `fuzz.rs`, `hostile.rs`: hostile processes, for tests;
 //! - `served.rs`, `room.rs`, `links.rs`, `seals.rs`, `service.rs`, `translation.rs`: the daemon's side, where all input is hostile.
 
@@ -27,6 +27,7 @@ pub mod entry;
 pub mod fuzz;
 #[cfg(any(test, feature = "test-util"))]
 pub mod hostile;
+mod inner;
 pub(crate) mod lent;
 mod links;
 mod posting;
@@ -44,6 +45,7 @@ pub use carrier::{Datagrams, GuestFrame, MacAddress};
 pub use lent::Lent;
 pub(crate) use process::{Endpoint, Node};
 pub use room::{ContainerCounters, ContainerId, Note};
+pub use served::EndpointReport;
 pub(crate) use service::GuestEnds;
 pub use service::{SERVED_MAX, Service};
 

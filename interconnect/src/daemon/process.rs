@@ -3,7 +3,7 @@
 //! Calls that need an answer wait for the daemon; posting and polling do not. Whoever polls takes events for all endpoints, and wakes the
 //! threads that sleep on others.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::VecDeque;
 use std::net::SocketAddr;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
@@ -12,7 +12,8 @@ use std::time::{Duration, Instant};
 use parking_lot::{Mutex, MutexGuard};
 
 use super::arena;
-use super::entry::{Answer, Event, Submission, ended};
+use super::entry::{Answer, Submission};
+use super::inner::Inner;
 use super::posting::{Posting, buffered};
 use super::queue::Queues;
 use super::served::{RECEIVES_MAX, WAY_LOCAL, WAY_SEALED};
@@ -23,8 +24,8 @@ use crate::node::pages::Pages;
 use crate::node::socket::{datagram_to, wait_readable};
 use crate::node::{Attachment, Error, Options};
 use crate::proto::{
-    Access, Completion, Key, Kind, Match, Outgoing, Peer, PostError, Receive, Seen, ShareSettings, Span,
-    Status,
+    Access, Completion, EndpointCounters, Key, Kind, Match, Outgoing, Peer, PostError, Receive, Seen,
+    ShareSettings, Span,
 };
 use crate::ring::{Bell, Word};
 
@@ -40,28 +41,8 @@ const LINGER: Duration = Duration::from_secs(2);
 const LOOKS_PER_BELL: u32 = 4096;
 /// Maximum number of peers whose datagram size the daemon was told.
 const ROUTES_MAX: usize = 4096;
-/// Maximum number of completions of an endpoint that the application has not taken. Further events stay in the queue.
-const COMPLETIONS_MAX: usize = 32_768;
 /// How often a thread takes events for threads that sleep, instead of arming the queue for them.
 const REARMS_MAX: u32 = 4;
-
-struct Inner {
-    queues: Queues,
-    posting: Posting,
-    /// Completions by open endpoint.
-    completions: HashMap<u16, VecDeque<Completion>>,
-    answers: HashMap<u64, Answer>,
-    next_ticket: u64,
-    routes: HashSet<SocketAddr>,
-    notices: Vec<(u16, Notice)>,
-    /// The daemon has been asked to ring.
-    is_armed: bool,
-    is_lost: bool,
-    /// Number of times that events were looked for.
-    looks: u32,
-    /// Memory that the daemon may use until the node is closed.
-    kept: Vec<Arc<Pages>>,
-}
 
 struct Shared {
     inner: Mutex<Inner>,
@@ -69,6 +50,8 @@ struct Shared {
     /// Keeps the attachment: the daemon ends it when the connection ends.
     _daemon: Guest,
     address: SocketAddr,
+    /// The daemon is reached through the helper in this virtual machine.
+    is_vm: bool,
 }
 
 /// A process on the network whose engine the daemon runs.
@@ -114,7 +97,8 @@ impl Node {
                     let queues = Queues::of_process(memory).map_err(Error::Memory)?;
                     let inner = Inner::new(queues, if is_vm { arena::LOCKED_BYTES } else { arena::BYTES });
                     let (inner, bell) = (Mutex::new(inner), Bell::new(bell));
-                    return Ok(Self { shared: Arc::new(Shared { inner, bell, _daemon: daemon, address }) });
+                    let shared = Shared { inner, bell, _daemon: daemon, address, is_vm };
+                    return Ok(Self { shared: Arc::new(shared) });
                 }
                 Some(_) => {}
             }
@@ -139,86 +123,6 @@ impl Drop for Node {
         self.shared.linger(|posting| posting.operations());
         self.shared.bell.end();
         self.shared.inner.lock().is_lost = true;
-    }
-}
-
-impl Inner {
-    fn new(queues: Queues, arena_bytes: u64) -> Self {
-        Self {
-            queues,
-            posting: Posting::new(arena_bytes),
-            completions: HashMap::new(),
-            answers: HashMap::new(),
-            next_ticket: 1,
-            routes: HashSet::new(),
-            notices: vec![],
-            is_armed: false,
-            is_lost: false,
-            looks: 0,
-            kept: vec![],
-        }
-    }
-
-    fn notice(&mut self, endpoint: u16) -> Option<&mut Notice> {
-        self.notices.iter_mut().find(|(number, _)| *number == endpoint).map(|(_, notice)| notice)
-    }
-
-    fn new_notice(&mut self, endpoint: u16) -> std::io::Result<&mut Notice> {
-        let place = match self.notices.iter().position(|(number, _)| *number == endpoint) {
-            Some(place) => place,
-            None => {
-                self.notices.push((endpoint, Notice::new()?));
-                self.notices.len() - 1
-            }
-        };
-        Ok(&mut self.notices[place].1)
-    }
-
-    fn waiting(&self, endpoint: u16) -> usize {
-        self.completions.get(&endpoint).map_or(0, VecDeque::len)
-    }
-
-    fn report(&mut self, endpoint: u16, completion: Completion) {
-        if let Some(queue) = self.completions.get_mut(&endpoint) {
-            queue.push_back(completion);
-        }
-    }
-
-    /// Handles all events that are there.
-    fn take_events(&mut self) -> Result<(), crate::ring::Broken> {
-        while self.completions.values().all(|queue| queue.len() < COMPLETIONS_MAX) {
-            let Some(entry) = self.queues.reader.next()? else { break };
-            match Event::decode(&entry).ok_or(crate::ring::Broken)? {
-                Event::Completed(endpoint, completion) => {
-                    if let Some(completion) = self.posting.finish(completion) {
-                        self.report(endpoint, completion);
-                    }
-                }
-                Event::Answered(ticket, answer) => _ = self.answers.insert(ticket, answer),
-            }
-        }
-        Ok(())
-    }
-
-    /// The daemon is gone: everything under way ends.
-    fn lose(&mut self) {
-        self.is_lost = true;
-        let peer = Peer { address: ([0, 0, 0, 0], 0).into(), endpoint: 0 };
-        for (endpoint, context, kind) in self.posting.abandon() {
-            let completion = ended(kind, Status::Unreachable, context, peer);
-            self.report(endpoint, completion);
-        }
-    }
-
-    /// Wakes threads that wait for completions which are queued now. `own`: the endpoint whose completions the caller takes.
-    fn signal(&mut self, own: Option<u16>) {
-        let Self { notices, completions, .. } = self;
-        for (number, notice) in notices {
-            let has_some = completions.get(number).is_some_and(|queue| !queue.is_empty());
-            if has_some && notice.is_awaited(own == Some(*number)) {
-                notice.raise();
-            }
-        }
     }
 }
 
@@ -317,7 +221,7 @@ impl Shared {
         match self.ask(make)? {
             Answer::Done(value) => Ok(value),
             Answer::Refused(error) => Err(error.into()),
-            Answer::Seen(_) => Err(lost()),
+            Answer::Seen(_) | Answer::Counted(_) => Err(lost()),
         }
     }
 
@@ -382,7 +286,16 @@ impl Endpoint {
         match self.shared.call(|ticket| Submission::Way { ticket, peer: peer.address }) {
             Ok(WAY_LOCAL) => Attachment::SameHost,
             Ok(WAY_SEALED) => Attachment::Sealed,
+            _ if self.shared.is_vm => Attachment::Vm,
             _ => Attachment::Daemon,
+        }
+    }
+
+    pub(crate) fn counters(&self) -> Result<EndpointCounters, Error> {
+        let endpoint = self.number;
+        match self.shared.ask(|ticket| Submission::Count { ticket, endpoint })? {
+            Answer::Counted(counters) => Ok(counters),
+            _ => Err(lost()),
         }
     }
 

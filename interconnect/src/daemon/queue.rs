@@ -106,7 +106,7 @@ impl Writer {
     }
 
     /// Whether the reader sleeps and wants the bell to be rung; then it is rung once.
-    pub(super) fn wakes_reader(&self) -> bool {
+    pub(crate) fn wakes_reader(&self) -> bool {
         takes(&self.queue.control().asleep.0)
     }
 

@@ -9,7 +9,7 @@ use std::time::Instant;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::links::Links;
-use super::served::{Counts, End, Served};
+use super::served::{Counts, End, EndpointReport, Served};
 use super::translation::Budget;
 use crate::meeting::Place;
 use crate::proto::ShareSettings;
@@ -36,8 +36,8 @@ pub struct ContainerCounters {
     pub id: ContainerId,
     /// Processes served now.
     pub processes: u64,
-    /// Their open endpoints.
-    pub endpoints: u64,
+    /// Their open endpoints: at most 16 of each process.
+    pub endpoints: Vec<EndpointReport>,
     /// Mappings of registered memory.
     pub mappings: u64,
     /// Bytes of registered memory.
@@ -110,7 +110,11 @@ impl Room {
         self.served[free] = Some(Box::new(served));
         self.links.enter(free, id);
         match self.containers.iter_mut().find(|container| container.counters.id == id) {
-            Some(container) => container.served.push(free),
+            Some(container) => {
+                // It may have been another interface's at the same port.
+                container.share.set(settings);
+                container.served.push(free);
+            }
             None => self.containers.push(Container::new(id, settings, free, budget)),
         }
         self.sort();
@@ -220,7 +224,7 @@ impl Room {
             all.processes = container.served.len() as u64;
             for process in container.served.iter().filter_map(|slot| self.served[*slot].as_ref()) {
                 all.add(process.counts());
-                all.endpoints += process.endpoints() as u64;
+                all.endpoints.extend(process.endpoints());
                 all.mappings += process.memory().mappings() as u64;
                 all.mapped_bytes += process.memory().bytes();
             }

@@ -112,7 +112,7 @@ fn clear_text_from_behind_a_sealed_link_is_dropped() {
     b.send(a_peer, Span::EMPTY, None, 1).unwrap();
     assert_eq!(wait(&b, Kind::Send).status, Status::Unreachable);
     near.until("clear text that was dropped", |counters| counters.seal.clear > 0);
-    assert_eq!(node.counters().packets_in, 0, "nothing came back in clear text");
+    assert_eq!(node.process().counters().packets_in, 0, "nothing came back in clear text");
     assert!(a.take().is_none());
 }
 

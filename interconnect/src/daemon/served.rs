@@ -18,7 +18,8 @@ use crate::node::socket::segments_mut;
 use crate::proto::share::Share;
 use crate::proto::wire::{Invite, is_placed};
 use crate::proto::{
-    Atomic, Config, Departure, Engine, Kind, Match, Outgoing, Peer, PostError, Receive, Shape, Span, Status,
+    Atomic, Config, Departure, EndpointCounters, Engine, Kind, Match, Outgoing, Peer, PostError, Receive,
+    Shape, ShareSettings, Span, Status,
 };
 use crate::ring::{Bell, WINDOW_BYTES, Word};
 use crate::seal::SealCounters;
@@ -71,6 +72,19 @@ impl From<crate::ring::Broken> for End {
 /// the call only.
 pub(super) type Deliver<'a> = &'a mut dyn FnMut(&Departure) -> bool;
 
+/// What an open endpoint of a process has sent, and may send.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EndpointReport {
+    /// Address of the process.
+    pub address: SocketAddr,
+    /// Number of the endpoint.
+    pub endpoint: u16,
+    /// Its part of what the process sends.
+    pub share: ShareSettings,
+    /// What it has sent.
+    pub counters: EndpointCounters,
+}
+
 /// Counters of a process, added to those of its container.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Counts {
@@ -96,12 +110,13 @@ pub(super) struct Served {
     bell: Bell,
     carrier: Carrier,
     seals: Seals,
-    /// Name by which other processes of the daemon are invited; `None`: all packets of the process take the network.
-    name: Option<Token>,
+    /// Name by which other processes of the daemon are invited.
+    name: Token,
     /// Memory that the process's virtual machine has lent.
     inbox: Option<Arc<Inbox>>,
     /// The next submission, if it names memory that is not there yet, and when it is refused.
     stalled: Option<(Submission, u64)>,
+    address: Option<SocketAddr>,
     endpoints: Vec<u16>,
     hear_at: u64,
     /// The process has been asked to ring.
@@ -127,12 +142,11 @@ impl Served {
             ..limits
         };
         let mut engine = Engine::new(config, epoch, seed);
-        // Packets of a virtual machine pass its interface, with its port security and captures.
-        let name = matches!(carrier, Carrier::Socket(_)).then_some(name);
-        engine.set_name(name);
+        engine.set_name(Some(name));
         Self {
             engine,
             memory: Translation::default(),
+            address: carrier.address(),
             queues,
             bell: Bell::new(bell),
             carrier,
@@ -314,18 +328,23 @@ impl Served {
                 let receive = |span| self.engine.receive_claimed(endpoint, claim, span, context);
                 done(ticket, Ok(span.is_some_and(receive).into()))
             }
-            Submission::Way { ticket, peer } => {
-                let way = match self.engine.is_local(peer) {
-                    true => WAY_LOCAL,
-                    false if self.seals.is_sealed(peer) => WAY_SEALED,
-                    false => 0,
-                };
-                done(ticket, Ok(way))
-            }
+            Submission::Way { ticket, peer } => done(ticket, Ok(self.way(peer))),
             Submission::Share { ticket, endpoint, share } => {
                 done(ticket, self.engine.set_share(endpoint, share).map(|()| 1))
             }
+            Submission::Count { ticket, endpoint } => {
+                let counters = self.engine.endpoint_counters(endpoint);
+                Some(Event::Answered(ticket, Answer::Counted(counters)))
+            }
         })
+    }
+
+    fn way(&self, peer: SocketAddr) -> u64 {
+        match self.engine.is_local(peer) {
+            true => WAY_LOCAL,
+            false if self.seals.is_sealed(peer) => WAY_SEALED,
+            false => 0,
+        }
     }
 
     fn open(&mut self, number: Option<u16>) -> Result<u64, PostError> {
@@ -457,13 +476,13 @@ impl Served {
         self.engine.receive_local(now, from, whole, None)
     }
 
-    pub(super) fn name(&self) -> Option<Token> {
+    pub(super) fn name(&self) -> Token {
         self.name
     }
 
     /// Next invitation of a peer, which may be a process of the daemon, and the peer's address.
     pub(super) fn next_invite(&mut self) -> Option<(SocketAddr, Invite)> {
-        self.engine.next_invite().filter(|_| self.name.is_some())
+        self.engine.next_invite()
     }
 
     /// Address of the peer that the process has invited with this secret.
@@ -532,7 +551,15 @@ impl Served {
         &self.memory
     }
 
-    pub(super) fn endpoints(&self) -> usize {
-        self.endpoints.len()
+    /// What each open endpoint has sent, and may send.
+    pub(super) fn endpoints(&self) -> impl Iterator<Item = EndpointReport> {
+        let unknown = SocketAddr::from(([0, 0, 0, 0], 0));
+        let address = self.address.unwrap_or(unknown);
+        self.endpoints.iter().map(move |endpoint| EndpointReport {
+            address,
+            endpoint: *endpoint,
+            share: self.engine.share(*endpoint),
+            counters: self.engine.endpoint_counters(*endpoint),
+        })
     }
 }

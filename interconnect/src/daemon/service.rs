@@ -192,8 +192,8 @@ impl Service {
         }
     }
 
-    /// Sets the containers' networks: processes of two containers with a common one exchange packets without the network from now on, others
-    /// do not any more. Processes of one container always may.
+    /// Sets the networks of containers and virtual machines: processes of two of them with a common one exchange packets without the network
+    /// from now on, others do not any more. Processes of one container or machine always may.
     pub fn set_places(&self, places: &[Place]) {
         let mut known = self.common.places.lock();
         if *known != places {

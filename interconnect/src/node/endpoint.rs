@@ -82,7 +82,7 @@ impl Endpoint {
         }
         let Inner { engine, local, .. } = &mut *inner;
         // A write that is copied at once cannot be held to a rate.
-        let is_limited = engine.is_limited(self.number);
+        let is_limited = engine.share(self.number).rate > 0;
         let placed = (!is_limited).then(|| local.write(engine, peer, out)).flatten();
         engine.post(self.shared.now(), self.number, peer, placed.as_ref().unwrap_or(out))?;
         self.shared.send(&mut inner);

@@ -65,12 +65,12 @@ fn packets_cross_the_cable_in_frames() {
         }
         [8, 16_385, LEN].into_iter().for_each(|len| two.to_and_fro(len));
         for from in [0, 1] {
-            let (node, counters) = (&two.nodes[from], two.nodes[from].counters());
+            let (node, counters) = (&two.nodes[from], two.nodes[from].process().counters());
             assert_eq!(two.ends[from].attachment(two.peers[1 - from]), Attachment::Ethernet);
             assert_eq!((counters.malformed, counters.unknown, refused(node)), (0, 0, 0), "MTU {mtu}");
             assert_eq!(mac_of(node.address()).map(|mac| station(mac, 7000)), Some(node.address()));
         }
-        assert!(two.nodes[0].counters().packets_out > LEN as u64 * 2 / 9000);
+        assert!(two.nodes[0].process().counters().packets_out > LEN as u64 * 2 / 9000);
         assert_eq!(Attachment::Ethernet.to_string(), "ethernet");
     }
 }
@@ -176,7 +176,7 @@ fn forged_frames_are_counted_and_change_nothing() {
         frame.resize(frame.len().max(60), 0);
         frame
     };
-    let before = two.nodes[0].counters();
+    let before = two.nodes[0].process().counters();
     // What the filter rejects: a group, another port, a control frame, a sealed packet.
     let hello = [&b"vrde"[..], &7000_u16.to_be_bytes(), &9_u16.to_be_bytes(), &[0, 34], &[0x10; 34]].concat();
     let (mut other, mut control, mut sealed) = (hello.clone(), hello.clone(), hello.clone());
@@ -194,12 +194,12 @@ fn forged_frames_are_counted_and_change_nothing() {
     let noise = [&hello[..8], &[0, 9], &[0x1f; 9]].concat();
     forger.send(&frame(&near, &far, &noise));
     let begin = Instant::now();
-    while two.nodes[0].counters().malformed < before.malformed + 5 {
-        assert!(begin.elapsed() < Duration::from_secs(60), "{:?}", two.nodes[0].counters());
+    while two.nodes[0].process().counters().malformed < before.malformed + 5 {
+        assert!(begin.elapsed() < Duration::from_secs(60), "{:?}", two.nodes[0].process().counters());
         two.ends[0].poll();
     }
     assert_eq!(two.message(LEN, 2), Status::Success);
-    let after = two.nodes[0].counters();
+    let after = two.nodes[0].process().counters();
     assert_eq!((after.malformed - before.malformed, after.failed_channels), (5, 0));
 }
 

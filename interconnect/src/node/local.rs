@@ -57,6 +57,10 @@ pub enum Attachment {
     Sealed,
     /// In raw Ethernet frames.
     Ethernet,
+    /// From a virtual machine, by the engine of its host's daemon.
+    Vm,
+    /// By a TCP connection, because UDP does not reach the peer.
+    Bounce,
 }
 
 impl std::fmt::Display for Attachment {
@@ -67,6 +71,8 @@ impl std::fmt::Display for Attachment {
             Attachment::SameHost => "same-host",
             Attachment::Daemon => "daemon",
             Attachment::Ethernet => "ethernet",
+            Attachment::Vm => "vm",
+            Attachment::Bounce => "bounce",
         })
     }
 }

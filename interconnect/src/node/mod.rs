@@ -1,5 +1,6 @@
 //! The process engine: runs the protocol inside the application over a UDP socket or in raw Ethernet frames (`wire.rs`), and through shared
-//! memory with processes of the same host (`local.rs`). The busiest peer has a socket of its own (`busy_peer.rs`). Large transfers take TCP connections beside the socket (`streams/`). Packets to peers behind sealed links are sealed on their way to the socket ([`crate::seal`]).
+//! memory with processes of the same host (`local.rs`). The busiest peer has a socket of its own (`busy_peer.rs`). Large transfers take TCP connections beside the socket (`streams/`), and all packets to a
+//! peer that UDP does not reach take another one (`bounce/`). Packets to peers behind sealed links are sealed on their way to the socket ([`crate::seal`]).
 //!
 //! Each call that polls or waits makes progress: it receives packets, lets the engine send, and takes completions. If the
 //! application has not called for some milliseconds, a library thread makes progress instead, so that peers get answers while
@@ -11,20 +12,24 @@
 //! Each sleeping thread wakes for the engine's next timer. A call that starts an earlier timer wakes a thread that would sleep
 //! beyond it (`rouse`), and a call that receives packets for other endpoints wakes the threads that wait there (`signal`).
 
+mod bounce;
 mod busy_peer;
 mod endpoint;
+mod error;
 mod local;
 mod name;
 pub(crate) mod notice;
 pub(crate) mod pages;
+mod records;
 pub(crate) mod socket;
 mod streams;
+mod tcp;
 mod udp;
 mod wire;
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
-use std::os::fd::RawFd;
+use std::os::fd::{AsFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::thread::JoinHandle;
@@ -32,21 +37,24 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use parking_lot::Mutex;
 
-use crate::ether::Refusal;
-use crate::ether::address::{Bind, name_of as wire_name};
+use crate::ether::address::Bind;
 use crate::meeting;
-use crate::proto::{Config, Counters, Departure, Engine, PostError};
+use crate::proto::{Config, Counters, Departure, Engine};
 use crate::random::random;
-use crate::seal::{FRAMES_REFUSED, OVERHEAD, Permission, SealCounters, Sealing, Way};
+use crate::seal::{OVERHEAD, Permission, SealCounters, Sealing, Way};
+pub use bounce::BounceCounters;
+use bounce::Bounces;
 pub use endpoint::Endpoint;
+pub use error::Error;
 use local::Local;
 pub use local::{Attachment, RingCounters};
 pub use name::{name_of, resolve};
 use notice::{Event, Notice};
 use pages::Pages;
+pub use records::Records;
 use socket::wait_readable;
+pub use streams::StreamCounters;
 use streams::Streams;
-pub use streams::{Records, StreamCounters};
 use wire::{Arrival, Wire};
 
 /// Maximum number of system calls that receive before the engine sends.
@@ -67,74 +75,10 @@ const STREAM_MIN: usize = 256 << 10;
 const REARMS_MAX: u32 = 4;
 /// How long opening a node at an Ethernet device waits for the daemon's permission.
 const PERMISSION: Duration = Duration::from_secs(2);
+/// Size of the largest probe in bytes: what jumbo frames carry.
+const PROBE_MAX: usize = 9_000;
 /// How long closing a node waits for acknowledgements.
 const LINGER: Duration = Duration::from_secs(2);
-
-/// Error of a call.
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    /// A system call on the socket failed.
-    #[error("cannot use UDP address {0}: {1}")]
-    Socket(SocketAddr, io::Error),
-    /// A node cannot be bound to an Ethernet device, or a system call for its socket failed.
-    #[error("cannot use Ethernet device {0}: {1}")]
-    Device(String, Refusal),
-    /// A link of this host is sealed.
-    #[error("cannot use Ethernet device {0}: {FRAMES_REFUSED}")]
-    NotSealed(String),
-    /// The daemon does not say whether a link of this host is sealed.
-    #[error(
-        "cannot use Ethernet device {0}: this host's vnetd does not say that no link is sealed: an older one?"
-    )]
-    Unpermitted(String),
-    /// The peer is at another kind of wire.
-    #[error("{} is out of reach: a node at an Ethernet device reaches only names of the kind ether://MAC:PORT/ENDPOINT, and one at a UDP address none of them", wire_name(*.0))]
-    OtherWire(SocketAddr),
-    /// The peer is at the node's own Ethernet device.
-    #[error("{} is out of reach: it is at the same Ethernet device, which does not return frames to itself; use UDP", wire_name(*.0))]
-    OwnDevice(SocketAddr),
-    /// The name of an endpoint is malformed, or its host is unknown.
-    #[error(
-        "'{0}' is no endpoint: write HOST:PORT/ENDPOINT, such as 10.77.2.1:7000/0, or ether://MAC:PORT/ENDPOINT ({1})"
-    )]
-    Name(String, String),
-    /// The engine rejected the call.
-    #[error(transparent)]
-    Refused(#[from] PostError),
-    /// Memory cannot be allocated for a region, or be taken back from processes of this host.
-    #[error("no memory for a region: {0}; raise the memory limit")]
-    Memory(io::Error),
-    /// The range exceeds its region.
-    #[error("bytes {0} to {1} are not all inside the region of {2}")]
-    Range(usize, usize, usize),
-    /// The daemon of the host does not run the engine.
-    #[error("no engine by the host's daemon: {0}")]
-    Daemon(String),
-    /// The memory is not the library's.
-    #[error(
-        "the host's daemon reaches only memory of the library: register a Region, or memory of vnet_rdma_allocate()"
-    )]
-    Foreign,
-    /// There is no such attachment.
-    #[error("VNET_RDMA_ATTACHMENT is '{0}', but must be process, daemon or vm")]
-    Attachment(String),
-    /// Sealing is either on or off.
-    #[error("VNET_RDMA_SEAL is '{0}', but must be auto or off")]
-    Seal(String),
-    /// `VNET_RDMA_STREAMS` has an invalid value.
-    #[error("VNET_RDMA_STREAMS is '{0}', but must be auto or off")]
-    Streams(String),
-}
-
-impl Error {
-    /// A system call for the socket at this place failed.
-    fn socket(bind: &Bind, error: io::Error) -> Self {
-        match bind {
-            Bind::Udp(address) => Error::Socket(*address, error),
-            Bind::Ethernet { .. } => Error::Device(bind.device(), error.into()),
-        }
-    }
-}
 
 /// Options for opening a node.
 #[derive(Clone, Debug)]
@@ -148,12 +92,16 @@ pub struct Options {
     /// Abstract Unix socket of this host's daemon, which gives shared memory to processes of one host. `None`: all packets take the
     /// network.
     pub meeting: Option<String>,
-    /// Who runs the protocol: `process` (the default), `daemon`, the daemon of this host, or in a virtual machine `vm`, the daemon of the
-    /// host below.
+    /// Who runs the protocol: `process`, `daemon`, the daemon of this host, or in a virtual machine `vm`, the daemon of the host below.
+    /// `bounce` is `process` without UDP: packets take TCP connections. `auto` (the default) is `vm` in a virtual machine whose helper runs and
+    /// has it from the host, if the application does not register memory of its own, and otherwise `process`.
     pub attachment: Option<String>,
+    /// The application registers memory of its own, besides regions, which the host's daemon does not reach: true by default.
+    pub own_memory: bool,
     /// `auto` (the default) seals packets to peers behind sealed links; `off` sends and takes clear text.
     pub seal: Option<String>,
-    /// `auto` (the default) has large transfers travel through TCP connections beside the UDP socket; `off` does not.
+    /// `auto` (the default) has large transfers travel through TCP connections beside the UDP socket, and all packets to peers that UDP does not
+    /// reach; with `off` the node neither listens at a TCP port nor connects.
     pub streams: Option<String>,
 }
 
@@ -167,7 +115,7 @@ impl Default for Options {
         let (attachment, seal, streams) =
             (set(ATTACHMENT_VARIABLE), set(SEAL_VARIABLE), set(STREAMS_VARIABLE));
         let bind = Bind::Udp((Ipv4Addr::UNSPECIFIED, 0).into());
-        Self { bind, config, has_thread: true, meeting, attachment, seal, streams }
+        Self { bind, config, has_thread: true, meeting, attachment, own_memory: true, seal, streams }
     }
 }
 
@@ -179,6 +127,7 @@ struct Inner {
     local: Local,
     seal: Sealing,
     streams: Streams,
+    bounces: Bounces,
     /// Memory of the regions, which the node frees when it is dropped.
     kept: Vec<Arc<Pages>>,
     /// By endpoint number. Created when a thread first sleeps on the endpoint, or requests its descriptor.
@@ -190,6 +139,7 @@ impl Inner {
         match address {
             _ if self.engine.is_local(address) => Attachment::SameHost,
             _ if self.seal.is_sealed(address) => Attachment::Sealed,
+            _ if self.bounces.carries(address) => Attachment::Bounce,
             _ => match self.wire {
                 Wire::Udp(_) => Attachment::Udp,
                 Wire::Ethernet(_) => Attachment::Ethernet,
@@ -275,6 +225,9 @@ struct Shared {
     attends_at: AtomicU64,
     address: SocketAddr,
     bind: Bind,
+    /// Datagrams that arrive are discarded.
+    #[cfg(test)]
+    is_deaf: AtomicBool,
 }
 
 impl Shared {
@@ -291,13 +244,20 @@ impl Shared {
         // While rings are in use, the wire is polled rarely.
         let all = inner.local.has_rings();
         for _ in 0..receives {
-            let Inner { engine, wire, seal, .. } = inner;
+            let Inner { engine, wire, seal, bounces, .. } = inner;
             let before = engine.accepted();
             let mut is_first = true;
             let found = wire.receive(all, |Arrival { from, packet, congestion }| {
                 // Copying a large datagram takes as long as an acknowledgement is delayed: the arrival time is after the copy.
                 if std::mem::take(&mut is_first) {
                     now = self.now();
+                }
+                #[cfg(test)]
+                if self.is_deaf.load(Ordering::Relaxed) {
+                    return;
+                }
+                if bounces.takes(from, packet) {
+                    return;
                 }
                 if let Some(packet) = seal.arrive(now, from, packet) {
                     engine.receive(now, from, packet, congestion);
@@ -314,9 +274,11 @@ impl Shared {
                 break;
             }
         }
-        let Inner { engine, wire, local, seal, streams, .. } = inner;
+        let Inner { engine, wire, local, seal, streams, bounces, .. } = inner;
         wire.settle(now, local);
         arrived |= streams.progress(engine, local, seal, now);
+        streams.callers().for_each(|caller| bounces.accept(engine, local, now, caller));
+        arrived |= bounces.progress(engine, local, seal, now);
         local.tend(engine, seal, now);
         inner.settle_sessions();
         inner.engine.tick(now);
@@ -349,7 +311,7 @@ impl Shared {
 
     fn send_at(&self, inner: &mut Inner, now: u64) {
         let mut sent = false;
-        let Inner { engine, wire, local, seal, streams, packet, .. } = inner;
+        let Inner { engine, wire, local, seal, streams, bounces, packet, .. } = inner;
         while engine.depart_into(now, packet) {
             sent = true;
             if packet.by_stream {
@@ -365,18 +327,33 @@ impl Shared {
                         // The link is no longer sealed. Until the packet has arrived, the kernel fragments it.
                         engine.set_parts(packet.to, false);
                     }
-                    wire.send(packet);
+                    if !bounces.send(packet) {
+                        wire.send(packet);
+                    }
                 }
-                Way::Sealed(session) => wire.send_sealed(packet, session),
+                Way::Sealed(session) => {
+                    if !bounces.send_sealed(packet, session) {
+                        wire.send_sealed(packet, session);
+                    }
+                }
                 Way::Held => {}
             }
         }
-        let Inner { engine, wire, local, streams, .. } = inner;
+        let Inner { engine, wire, local, streams, bounces, seal, .. } = inner;
         wire.flush();
         streams.flush(engine, local);
-        while let Some((to, packet)) = inner.seal.next_packet() {
-            inner.wire.send_alone(to, &packet);
+        while let Some((to, packet)) = seal.next_packet() {
+            if !bounces.send_alone(to, &packet) {
+                wire.send_alone(to, &packet);
+            }
         }
+        while let Some((to, probe)) = bounces.next_probe() {
+            // A path may lose large datagrams only.
+            let mut datagram = probe.to_vec();
+            datagram.resize(wire.packet_to(to, probe.len()).unwrap_or(probe.len()).min(PROBE_MAX), 0);
+            wire.send_alone(to, &datagram);
+        }
+        bounces.flush(local);
         inner.local.ask(&mut inner.seal);
         if sent {
             self.rouse(inner);
@@ -458,7 +435,11 @@ impl Node {
             Some("off") => false,
             Some(other) => return Err(Error::Streams(other.into())),
         };
-        let (wire, address, listener) = wire::bind(&options.bind, has_streams)?;
+        let is_only = options.attachment.as_deref() == Some("bounce");
+        let (wire, address, listener) = wire::bind(&options.bind, has_streams || is_only)?;
+        if is_only && listener.is_none() {
+            return Err(Error::NoBounce);
+        }
         let mut config = options.config.clone();
         if config.receive_budget == 0 {
             config.receive_budget = wire.receive_room().clamp(64 << 10, 4 << 20);
@@ -477,16 +458,22 @@ impl Node {
             Wire::Ethernet(_) => Sealing::of_frames(address, is_off, seed),
         };
         let local = Local::new(options.meeting.clone(), wire.as_fd(), &mut seal).map_err(refused)?;
-        let streams = Streams::new(address, listener, config.dead_after_ns);
+        if let Some(listener) = &listener {
+            local.watch(listener.as_fd()).map_err(refused)?;
+        }
+        let dead_after = config.dead_after_ns;
+        let bounces = Bounces::new(address, is_only, listener.is_some(), dead_after);
+        let streams = Streams::new(address, listener, dead_after);
         config.stream_min = match config.stream_min {
-            _ if !streams.can_listen() => 0,
+            _ if !has_streams || !streams.can_listen() => 0,
             0 => STREAM_MIN,
             least => least,
         };
         let epoch = SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |since| since.as_nanos() as u64);
         let engine = Engine::new(config, epoch, random().map_err(refused)?);
         let packet = Departure::empty();
-        let mut inner = Inner { engine, wire, packet, local, seal, streams, kept: vec![], notices: vec![] };
+        let (kept, notices) = (vec![], vec![]);
+        let mut inner = Inner { engine, wire, packet, local, seal, streams, bounces, kept, notices };
         let start = Instant::now();
         inner.await_permission(&options.bind, start)?;
         let shared = Arc::new(Shared {
@@ -500,6 +487,8 @@ impl Node {
             attends_at: AtomicU64::new(0),
             address,
             bind: options.bind.clone(),
+            #[cfg(test)]
+            is_deaf: AtomicBool::new(false),
         });
         let thread = options.has_thread.then(|| {
             let shared = Arc::clone(&shared);
@@ -529,6 +518,11 @@ impl Node {
         self.shared.inner.lock().streams.counters()
     }
 
+    /// Returns the counters of the connections that stand in for UDP.
+    pub fn bounce_counters(&self) -> BounceCounters {
+        self.shared.inner.lock().bounces.counters()
+    }
+
     /// Returns the counters of sealing.
     pub fn seal_counters(&self) -> SealCounters {
         self.shared.inner.lock().seal.counters()
@@ -541,6 +535,18 @@ impl Node {
             Wire::Udp(socket) => socket.busy_peer(),
             Wire::Ethernet(_) => None,
         }
+    }
+
+    /// Discards datagrams that arrive, as a firewall would, or no longer.
+    #[cfg(test)]
+    fn block_datagrams(&self, is_deaf: bool) {
+        self.shared.is_deaf.store(is_deaf, Ordering::Relaxed);
+    }
+
+    /// Shuts the connections that stand in for UDP down, as a network failure would.
+    #[cfg(test)]
+    fn cut_bounces(&self) {
+        self.shared.inner.lock().bounces.cut();
     }
 
     /// Opens the endpoint with this number, or with the first free number.
@@ -564,6 +570,7 @@ impl Drop for Node {
             if inner.engine.is_idle() || Instant::now() >= end {
                 inner.engine.say_goodbye();
                 self.shared.send(&mut inner);
+                inner.bounces.drain();
                 break;
             }
             drop(inner);

@@ -103,7 +103,7 @@ fn nodes_behind_a_sealed_link_seal_what_they_send() {
         assert_eq!((clear, forged), (0, 0));
     }
     // What a stranger sends in the peer's name is dropped, and harms nothing.
-    let before = b.node.counters();
+    let before = b.node.process().counters();
     let stranger = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
     stranger.send_to(&[&[0x20, 0, 0, 0][..], &[9; 44]].concat(), b.peer.address).unwrap();
     let end = Instant::now() + Duration::from_secs(60);
@@ -111,7 +111,7 @@ fn nodes_behind_a_sealed_link_seal_what_they_send() {
         assert!(Instant::now() < end);
         b.end.poll();
     }
-    assert_eq!(b.node.counters().packets_in, before.packets_in);
+    assert_eq!(b.node.process().counters().packets_in, before.packets_in);
 }
 
 /// Where datagrams are as on an Ethernet, large transfers are sealed in larger packets.
@@ -140,7 +140,7 @@ fn without_keys_operations_end_and_nothing_is_sent() {
     let (a, b) = (side(Reach::Stream), side(Reach::Stream));
     a.end.send(b.peer, a.region.span(0, 8).unwrap(), None, 8).unwrap();
     assert_eq!(wait(&a.end, Kind::Send).status, Status::Unreachable);
-    assert_eq!(b.node.counters().packets_in, 0);
+    assert_eq!(b.node.process().counters().packets_in, 0);
     assert!(a.node.seal_counters().unsent > 0);
     let options = Options { seal: Some("on".into()), ..Options::default() };
     assert!(Node::open(&options).err().unwrap().to_string().contains("auto or off"));

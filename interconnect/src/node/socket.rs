@@ -88,7 +88,7 @@ impl Socket {
         Ok(Self { socket, busy: BusyPeer::default(), buffer: vec![0; RECEIVE_BYTES], train, refused: 0 })
     }
 
-    pub(super) fn address(&self) -> io::Result<SocketAddr> {
+    pub(crate) fn address(&self) -> io::Result<SocketAddr> {
         self.socket.local_addr()
     }
 

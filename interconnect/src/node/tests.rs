@@ -132,6 +132,21 @@ impl Two {
         assert!(sent == read, "{len} bytes to and fro");
     }
 
+    /// Writes into the second's memory, `rounds` times; `cut` disturbs the way of each write.
+    pub(super) fn writes_outlive(&self, rounds: u8, cut: impl Fn(u8)) {
+        let (span, key) = (self.regions[0].span(0, LEN).unwrap(), self.regions[1].key());
+        for round in 0..rounds {
+            let bytes: Vec<u8> = (0..LEN).map(|place| (place * 7 + place / 255) as u8 ^ round).collect();
+            self.regions[0].fill(0, &bytes).unwrap();
+            self.ends[0].write(self.peers[1], span, (key, 0), None, 0).unwrap();
+            cut(round);
+            assert_eq!(wait(&self.ends[0], Kind::Write).status, Status::Success);
+            let mut arrived = vec![0; LEN];
+            self.regions[1].copy_to(0, &mut arrived).unwrap();
+            assert!(arrived == bytes, "round {round}");
+        }
+    }
+
     /// Exchanges messages until both nodes say that they use this way.
     pub(super) fn until(&self, attachment: Attachment) {
         let begin = Instant::now();
@@ -149,7 +164,7 @@ fn nodes_of_one_host_use_a_ring_by_themselves() {
     let _daemon = Daemon::start(&name);
     let two = Two::new(&name);
     two.until(Attachment::SameHost);
-    let packets_out = |node: &Node| (node.counters().packets_out, node.ring_counters().packets_out);
+    let packets_out = |node: &Node| (node.process().counters().packets_out, node.ring_counters().packets_out);
     let before = packets_out(&two.nodes[0]);
     for (seed, len) in [0, 1, 8, 1500, 16_384, 16_385, 65_507, 1 << 20, LEN].into_iter().enumerate() {
         assert_eq!(two.message(len, seed as u8), Status::Success);

@@ -24,15 +24,15 @@ pub(super) enum Wire {
     Ethernet(ether::Socket),
 }
 
-/// Binds the wire, and the TCP port of the same number for streams. If that port is taken, tries other UDP ports, unless the caller wants
-/// a certain one.
-pub(super) fn bind(to: &Bind, has_streams: bool) -> Result<(Wire, SocketAddr, Option<TcpListener>), Error> {
+/// Binds the wire, and the TCP port of the same number if the node is to listen. If that port is taken, tries other UDP ports, unless the
+/// caller wants a certain one.
+pub(super) fn bind(to: &Bind, listens: bool) -> Result<(Wire, SocketAddr, Option<TcpListener>), Error> {
     const ATTEMPTS: usize = 8;
     let mut attempts = if matches!(to, Bind::Udp(address) if address.port() == 0) { ATTEMPTS } else { 1 };
     loop {
         let wire = Wire::bind(to)?;
         let address = wire.address().map_err(|error| Error::socket(to, error))?;
-        let is_wanted = has_streams && matches!(wire, Wire::Udp(_));
+        let is_wanted = listens && matches!(wire, Wire::Udp(_));
         let listener = if is_wanted { streams::listen(address).ok() } else { None };
         attempts -= 1;
         if !is_wanted || listener.is_some() || attempts == 0 {

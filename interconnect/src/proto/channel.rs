@@ -402,7 +402,7 @@ pub(super) struct Channel {
     pub(super) is_welcome_due: bool,
     pub(super) datagram: usize,
     pub(super) parts: Parts,
-    /// The peer reports large writes with immediate data after all earlier writes.
+    /// The peer's handshake has the flag IN_ORDER.
     pub(super) peer_orders: bool,
     /// Packets travel through shared memory; the datagram size of the network meanwhile.
     pub(super) local: Option<usize>,

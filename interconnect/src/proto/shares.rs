@@ -95,9 +95,9 @@ impl Shares {
         self.held_back
     }
 
-    pub(super) fn is_limited(&self, endpoint: u16) -> bool {
+    pub(super) fn settings(&self, endpoint: u16) -> ShareSettings {
         let own = self.own.get(usize::from(endpoint)).and_then(Option::as_ref);
-        own.is_some_and(|own| own.share.settings().rate > 0)
+        own.map_or_else(ShareSettings::default, |own| own.share.settings())
     }
 
     fn own_mut(&mut self, endpoint: u16) -> Option<&mut Own> {
@@ -200,7 +200,7 @@ mod tests {
         );
         assert_eq!(shares.counters(0), EndpointCounters { packets: 1, bytes: 65_507, held_back: 1 });
         shares.set(0, ShareSettings { weight: 100, rate: 1_000_000 });
-        assert!(shares.admit(3, 0) && shares.is_limited(0) && !shares.is_limited(1));
+        assert!(shares.admit(3, 0) && shares.settings(0).rate > 0 && shares.settings(1).rate == 0);
         assert_eq!(shares.counters(0).held_back, 1, "counters stay");
     }
 }

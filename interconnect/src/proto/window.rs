@@ -23,6 +23,10 @@ const TIMEOUT_MIN_NS: u64 = 1_000_000;
 const TIMEOUT_MAX_NS: u64 = 200_000_000;
 /// Minimum retransmission timeout of a path that loses nothing: a packet is late only if its receiver does not run.
 const TIMEOUT_LOSSLESS_NS: u64 = 200_000_000;
+/// Minimum timeout of a tail: covers the time for which a receiver holds an acknowledgement back.
+const TAIL_MIN_NS: u64 = 250_000;
+/// How long a path counts as one that loses packets, after a loss. On others what looks late is a receiver that waits for a processor.
+const LOSSY_FOR_NS: u64 = 1_000_000_000;
 /// Retransmission timeout before the first round-trip measurement.
 const TIMEOUT_FIRST_NS: u64 = 20_000_000;
 /// Interval at which a round trip is measured while nobody waits for acknowledgements.
@@ -52,6 +56,10 @@ struct Sent<W> {
     soon: bool,
     /// In a stream: exempt from loss detection and the congestion window.
     by_stream: bool,
+    /// Sent again after a timeout, or because later ones arrived: if it arrives one round trip after that, the first one was lost.
+    shows_loss: bool,
+    /// Sent again as part of a tail. It keeps its place in the order, because the first one may arrive after all.
+    is_tail: bool,
 }
 
 /// Result of [`Window::tick`].
@@ -81,6 +89,11 @@ pub(super) struct Window<W> {
     arrived_bytes: u64,
     timer_from: u64,
     timeouts: u32,
+    /// When a loss was last seen, and when one was seen less than a second after another.
+    loss_at: Option<u64>,
+    lossy_at: Option<u64>,
+    /// The last packets were sent again, and nothing has arrived since.
+    is_tail_probed: bool,
     progress_at: u64,
     round_trip: RoundTrip,
     /// When the last packet was sent that is acknowledged at once.
@@ -105,6 +118,9 @@ impl<W: Copy> Window<W> {
             arrived_bytes: 0,
             timer_from: 0,
             timeouts: 0,
+            loss_at: None,
+            lossy_at: None,
+            is_tail_probed: false,
             progress_at: 0,
             round_trip: RoundTrip::default(),
             soon_at: None,
@@ -162,6 +178,7 @@ impl<W: Copy> Window<W> {
         }
         self.congestion.is_fixed = lossless.is_some();
         self.round_trip = RoundTrip::default();
+        (self.loss_at, self.lossy_at) = (None, None);
     }
 
     /// Assigns the next number to a packet that is sent now.
@@ -175,7 +192,7 @@ impl<W: Copy> Window<W> {
         }
         if self.flying_bytes == 0 && self.lost.is_empty() {
             // Only stream packets were in flight.
-            (self.timer_from, self.timeouts) = (now, 0);
+            (self.timer_from, self.timeouts, self.is_tail_probed) = (now, 0, false);
         }
         self.order += 1;
         let bytes = bytes as u64;
@@ -190,6 +207,8 @@ impl<W: Copy> Window<W> {
             resent: false,
             soon,
             by_stream: false,
+            shows_loss: false,
+            is_tail: false,
         });
         self.first + self.packets.len() as u64 - 1
     }
@@ -223,7 +242,7 @@ impl<W: Copy> Window<W> {
                 left.push(std::mem::replace(&mut packet.what, instead));
                 (packet.state, packet.bytes) = (State::Lost, bytes as u64);
                 // A late acknowledgement must not count as a round trip, or for loss detection.
-                (packet.resent, packet.order) = (true, 0);
+                (packet.resent, packet.order, packet.shows_loss) = (true, 0, false);
                 self.lost.push_back(self.first + place as u64);
             }
         }
@@ -246,9 +265,11 @@ impl<W: Copy> Window<W> {
                 return None;
             }
             self.lost.pop_front();
-            self.order += 1;
-            (packet.state, packet.resent, packet.sent_at, packet.order) =
-                (State::Flying, true, now, self.order);
+            (packet.state, packet.resent, packet.sent_at) = (State::Flying, true, now);
+            if !packet.is_tail {
+                self.order += 1;
+                packet.order = self.order;
+            }
             self.flying_bytes += bytes;
             self.resent += 1;
             return Some((number, packet.what));
@@ -264,9 +285,14 @@ impl<W: Copy> Window<W> {
         (packet.what, packet.bytes) = (what, bytes as u64);
     }
 
-    /// Whether the peer has been silent since the last retransmission timeout.
+    /// Whether the peer has been silent since the last timeout.
     pub(super) fn is_timed_out(&self) -> bool {
-        self.timeouts > 0
+        self.timeouts > 0 || self.is_tail_probed
+    }
+
+    /// Whether packets have timed out, and nothing was acknowledged for `silence` ns.
+    pub(super) fn is_silent(&self, now: u64, silence: u64) -> bool {
+        self.timeouts > 0 && now.saturating_sub(self.progress_at) >= silence
     }
 
     /// Processes an acknowledgement. Appends to `done` the content of each packet that arrived together with all packets before
@@ -298,7 +324,7 @@ impl<W: Copy> Window<W> {
             self.progress_at = now;
             // Acknowledgements of stream packets must not restart the timer of the others.
             if self.arrived_bytes > 0 || self.flying_bytes == 0 {
-                (self.timer_from, self.timeouts) = (now, 0);
+                (self.timer_from, self.timeouts, self.is_tail_probed) = (now, 0, false);
             }
             self.congestion.grow(self.arrived_bytes);
         }
@@ -329,7 +355,7 @@ impl<W: Copy> Window<W> {
             let packet = &mut self.packets[place];
             let is_in_network = packet.state == State::Flying && !packet.by_stream;
             if is_in_network && packet.order + LOSS_AFTER <= self.order_arrived {
-                packet.state = State::Lost;
+                (packet.state, packet.shows_loss, packet.is_tail) = (State::Lost, true, false);
                 self.flying_bytes -= packet.bytes;
                 self.lost.push_back(self.first + place as u64);
                 self.congestion.lost += packet.bytes;
@@ -361,8 +387,12 @@ impl<W: Copy> Window<W> {
         }
         self.arrived_bytes += packet.bytes;
         self.order_arrived = self.order_arrived.max(packet.order);
+        let sample = now.saturating_sub(packet.sent_at);
+        let is_one_trip = (self.round_trip.shortest..=2 * self.round_trip.smooth).contains(&sample);
+        if packet.shows_loss && is_one_trip {
+            self.see_loss(now);
+        }
         if !packet.resent && packet.soon {
-            let sample = now.saturating_sub(packet.sent_at);
             self.round_trip.measure(now, sample);
             if sample > 2 * self.round_trip.shortest + DELAY_SLACK_NS {
                 self.congestion.shrink(now, self.round_trip.smooth, 4, 5);
@@ -371,29 +401,77 @@ impl<W: Copy> Window<W> {
         packet.bytes
     }
 
-    /// Time of the next retransmission timeout.
+    /// A packet arrived one round trip after it was sent again. That can be chance, where a receiver is late: only the second one in a
+    /// second makes a path lossy.
+    fn see_loss(&mut self, now: u64) {
+        if self.loss_at.is_some_and(|at| now < at + LOSSY_FOR_NS) {
+            self.lossy_at = Some(now);
+        }
+        self.loss_at = Some(now);
+    }
+
+    /// Whether the path loses packets.
+    pub(super) fn is_lossy(&self, now: u64) -> bool {
+        self.lossy_at.is_some_and(|at| now < at + LOSSY_FOR_NS)
+    }
+
+    /// Time of the next timeout.
     pub(super) fn deadline(&self) -> Option<u64> {
+        self.retransmission_at().map(|at| self.tail_at().map_or(at, |tail| at.min(tail)))
+    }
+
+    fn retransmission_at(&self) -> Option<u64> {
         let least = if self.congestion.is_fixed { TIMEOUT_LOSSLESS_NS } else { TIMEOUT_MIN_NS };
         let timeout = self.round_trip.timeout().max(least) << self.timeouts.min(8);
         (!self.packets.is_empty()).then(|| self.timer_from + timeout.min(TIMEOUT_MAX_NS))
     }
 
-    /// Checks the retransmission timeout. The first timeout retransmits one packet as a probe, whose acknowledgement shows
-    /// which other packets are lost. Later timeouts retransmit all packets in flight.
+    /// When the last packets are sent again. No later ones can show that they are lost.
+    fn tail_at(&self) -> Option<u64> {
+        let lossy_at = self.lossy_at.filter(|_| !self.congestion.is_fixed && self.flying_bytes > 0)?;
+        if self.is_tail_probed || self.timeouts > 0 || !self.lost.is_empty() {
+            return None;
+        }
+        let last =
+            self.packets.iter().rev().find(|packet| packet.state == State::Flying && !packet.by_stream)?;
+        let at = last.sent_at.max(self.timer_from) + (2 * self.round_trip.smooth).max(TAIL_MIN_NS);
+        (at < lossy_at + LOSSY_FOR_NS).then_some(at)
+    }
+
+    /// Sends the last packets in flight again: as many as too few later ones follow.
+    fn probe_tail(&mut self, now: u64) {
+        (self.is_tail_probed, self.timer_from) = (true, now);
+        let is_in_network = |packet: &Sent<W>| packet.state == State::Flying && !packet.by_stream;
+        let flying = self.packets.iter_mut().enumerate().rev().filter(|(_, packet)| is_in_network(packet));
+        for (place, packet) in flying.take(LOSS_AFTER as usize) {
+            (packet.state, packet.shows_loss, packet.is_tail) = (State::Lost, false, true);
+            self.flying_bytes -= packet.bytes;
+            self.lost.push_front(self.first + place as u64);
+        }
+    }
+
+    /// Checks the timeouts. The first retransmission timeout retransmits one packet as a probe, whose acknowledgement shows which other
+    /// packets are lost. Later ones retransmit all packets in flight. On a path that loses packets the last ones are sent again sooner.
     pub(super) fn tick(&mut self, now: u64, dead_after: u64) -> Timeout {
-        if self.deadline().is_none_or(|deadline| now < deadline) {
-            return Timeout::Nothing;
+        if self.retransmission_at().is_none_or(|at| now < at) {
+            if self.tail_at().is_none_or(|at| now < at) {
+                return Timeout::Nothing;
+            }
+            self.probe_tail(now);
+            return Timeout::Resend;
         }
         if now.saturating_sub(self.progress_at) >= dead_after {
             return Timeout::Dead;
         }
+        // What the tail has sent again can arrive at any time.
+        let shows_loss = !self.is_tail_probed;
         self.timer_from = now;
         self.timeouts += 1;
         let limit = if self.timeouts == 1 { 1 } else { WINDOW };
         let is_in_network = |packet: &Sent<W>| packet.state == State::Flying && !packet.by_stream;
         let flying = self.packets.iter_mut().enumerate().filter(|(_, packet)| is_in_network(packet));
         for (place, packet) in flying.take(limit) {
-            packet.state = State::Lost;
+            (packet.state, packet.shows_loss, packet.is_tail) = (State::Lost, shows_loss, false);
             self.flying_bytes -= packet.bytes;
             self.lost.push_back(self.first + place as u64);
         }

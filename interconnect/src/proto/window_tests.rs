@@ -53,6 +53,70 @@ fn timeouts_probe_then_resend_all_then_give_up() {
     assert_eq!(window.tick(1 << 41, 1 << 40), Timeout::Dead);
 }
 
+/// A window that has measured round trips of 100 us, the last of them at the returned time. `has_lost`: packets were lost.
+fn measured(has_lost: bool) -> (Window<u64>, u64) {
+    const TRIP: u64 = 100_000;
+    let mut window = Window::new(1 << 20);
+    let mut now = 0;
+    for what in 0..20 {
+        window.send(now, what, 100, true);
+        now += TRIP;
+        done(&mut window, now, what + 1, None);
+    }
+    // Two losses: one can be chance.
+    for what in [20, 21] {
+        assert_eq!(window.tail_at(), None);
+        window.send(now, what, 100, true);
+        now = window.deadline().unwrap();
+        assert_eq!(window.tick(now, 1 << 40), Timeout::Resend);
+        window.resend(now).unwrap();
+        // The acknowledgement takes a round trip if the first packet was lost, less if that was only late.
+        now += if has_lost { TRIP } else { TRIP / 4 };
+        done(&mut window, now, what + 1, None);
+    }
+    assert!(window.is_empty());
+    assert_eq!(window.is_lossy(now), has_lost);
+    (window, now)
+}
+
+#[test]
+fn a_tail_is_sent_again_sooner_where_packets_are_lost() {
+    for has_lost in [true, false] {
+        let (mut window, now) = measured(has_lost);
+        for what in 22..27 {
+            window.send(now, what, 100, true);
+        }
+        let due = if has_lost { TAIL_MIN_NS } else { TIMEOUT_MIN_NS };
+        assert_eq!(window.deadline(), Some(now + due));
+        assert_eq!(window.tick(now + due - 1, 1 << 40), Timeout::Nothing);
+        assert_eq!(window.tick(now + due, 1 << 40), Timeout::Resend);
+        let again: Vec<u64> = std::iter::from_fn(|| window.resend(now + due)).map(|(_, what)| what).collect();
+        assert_eq!(again, if has_lost { vec![24, 25, 26] } else { vec![22] });
+        // Once: then the usual timeout counts.
+        if has_lost {
+            assert_eq!(window.deadline(), Some(now + due + TIMEOUT_MIN_NS));
+            assert!(window.is_timed_out(), "parts of packets are not blamed");
+            // The first one of the tail arrives: the packets before it are not lost for that.
+            done(&mut window, now + due, 22, Some([0b0100, 0, 0, 0]));
+            assert_eq!(window.resend(now + due), None);
+            assert_eq!(done(&mut window, now + due, 24, None), [22, 23]);
+            window.send(now + due, 27, 100, true);
+            assert!(window.tail_at().is_some(), "progress allows the next one");
+        }
+    }
+}
+
+#[test]
+fn a_path_counts_as_lossy_for_a_second() {
+    let (mut window, now) = measured(true);
+    window.send(now + LOSSY_FOR_NS - TAIL_MIN_NS, 22, 100, true);
+    assert_eq!(window.deadline(), Some(now + LOSSY_FOR_NS - TAIL_MIN_NS + TIMEOUT_MIN_NS));
+    assert!(!window.is_lossy(now + LOSSY_FOR_NS));
+    // Another path may lose nothing.
+    window.set_lossless(None);
+    assert!(!window.is_lossy(now));
+}
+
 #[test]
 fn what_a_stream_carries_is_lost_only_with_it() {
     let mut window = filled(8);

@@ -33,7 +33,7 @@ pub mod flags {
     pub const RESUME: u8 = 0x40;
     /// In a handshake, which has no RESUME: the sender takes packets in parts.
     pub const PARTS: u8 = RESUME;
-    /// In a handshake, which has no MEMORY: the sender reports large writes with immediate data after all earlier writes.
+    /// In a handshake, which has no MEMORY: the sender orders the arrivals of large writes, and reports those that it gives up.
     pub const IN_ORDER: u8 = MEMORY;
     /// The end report belongs to an operation that `failures` counts.
     pub const FAILURE: u8 = 0x80;

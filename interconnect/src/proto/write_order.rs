@@ -5,10 +5,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Arrival of a write that has to be reported.
+/// Immediate data of a peer's write, which the application gets as an arrival.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Notice {
-    /// The endpoint of the peer that wrote.
+pub(super) struct WriteNotice {
+    /// Origin endpoint.
     pub(super) from: u16,
     pub(super) data: u64,
     pub(super) len: u64,
@@ -20,8 +20,8 @@ pub(super) struct WriteOrder {
     next: u64,
     /// Places of writes under way. A channel has at most `WRITES_OFFERED_MAX`.
     writing: BTreeSet<u64>,
-    /// Arrivals that wait for one of these. Each holds a credit, so there are at most `CREDITS`.
-    waiting: BTreeMap<u64, Notice>,
+    /// Arrivals that wait for the end of a write in `writing`. Each holds a credit, so there are at most `CREDITS`.
+    waiting: BTreeMap<u64, WriteNotice>,
 }
 
 impl WriteOrder {
@@ -33,20 +33,20 @@ impl WriteOrder {
     }
 
     /// The write at this place has ended, with or without an arrival to report.
-    pub(super) fn end(&mut self, place: u64, notice: Option<Notice>) {
+    pub(super) fn end(&mut self, place: u64, notice: Option<WriteNotice>) {
         self.writing.remove(&place);
         if let Some(notice) = notice {
             self.waiting.insert(place, notice);
         }
     }
 
-    /// Takes the next arrival, also if earlier writes are under way.
-    pub(super) fn next_of_all(&mut self) -> Option<Notice> {
+    /// Takes the first arrival, even if earlier writes are under way.
+    pub(super) fn take_any(&mut self) -> Option<WriteNotice> {
         self.waiting.pop_first().map(|(_, notice)| notice)
     }
 
-    /// Takes the next arrival to report now.
-    pub(super) fn next(&mut self) -> Option<Notice> {
+    /// Takes the first arrival if no earlier write is under way.
+    pub(super) fn take_ready(&mut self) -> Option<WriteNotice> {
         let first = self.waiting.first_entry()?;
         let is_next = self.writing.first().is_none_or(|earlier| earlier > first.key());
         is_next.then(|| first.remove())
@@ -57,8 +57,8 @@ impl WriteOrder {
 mod tests {
     use super::*;
 
-    fn notice(data: u64) -> Notice {
-        Notice { from: 0, data, len: 1 }
+    fn notice(data: u64) -> WriteNotice {
+        WriteNotice { from: 0, data, len: 1 }
     }
 
     #[test]
@@ -67,12 +67,15 @@ mod tests {
         let places: Vec<u64> = (0..4).map(|_| order.begin()).collect();
         order.end(places[1], Some(notice(1)));
         order.end(places[3], Some(notice(3)));
-        assert_eq!(order.next(), None);
+        assert_eq!(order.take_ready(), None);
         // The first one has no immediate data, or has failed.
         order.end(places[0], None);
-        assert_eq!(order.next(), Some(notice(1)));
-        assert_eq!(order.next(), None);
+        assert_eq!(order.take_ready(), Some(notice(1)));
+        assert_eq!(order.take_ready(), None);
         order.end(places[2], Some(notice(2)));
-        assert_eq!((order.next(), order.next(), order.next()), (Some(notice(2)), Some(notice(3)), None));
+        assert_eq!(
+            (order.take_ready(), order.take_ready(), order.take_ready()),
+            (Some(notice(2)), Some(notice(3)), None)
+        );
     }
 }

@@ -1,6 +1,7 @@
 //! Guests without machines, for tests: memory, interfaces and the network between them, in one process.
 
 use std::collections::{HashMap, VecDeque};
+use std::fs::File;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -51,6 +52,28 @@ impl<T> Queue<T> {
 /// A network: where the datagrams to an address go.
 pub(super) type Network = Arc<Mutex<HashMap<SocketAddr, Arc<Queue<GuestFrame>>>>>;
 
+/// A piece of a guest's physical memory.
+#[derive(Clone)]
+pub struct Piece {
+    /// Guest physical address.
+    pub addr: u64,
+    /// Where the bytes are.
+    pub file: Arc<File>,
+    /// Offset of the first one in the file.
+    pub offset: u64,
+    /// Their number.
+    pub len: u64,
+}
+
+/// Lends pages of a guest.
+pub trait Physical: Send + Sync {
+    /// The guest's memory consists of these pieces from now on.
+    fn set(&self, pieces: &[Piece]);
+
+    /// As [`Nic::lend`].
+    fn lend(&self, runs: &[Run]) -> Option<Arc<dyn Lent>>;
+}
+
 /// Pieces of guest physical memory: where they begin, and the memory behind.
 #[derive(Default)]
 struct Ram {
@@ -77,6 +100,8 @@ pub(super) struct FakeGuest {
     pub(super) reach: Arc<Mutex<Reach>>,
     /// How often engines got keys, and engines with keys that are gone.
     pub(super) engines: Arc<(AtomicUsize, AtomicUsize)>,
+    /// Who lends the guest's memory; `None`: `place` tells where that is.
+    pub(super) physical: Option<Arc<dyn Physical>>,
     /// Packets of its applications that left unsealed, but for those of handshakes of sealing.
     pub(super) clear_packets: Arc<AtomicUsize>,
 }
@@ -106,6 +131,7 @@ impl FakeGuest {
             mtu: 9000,
             reach: Arc::new(Mutex::new(Reach::AllClear)),
             engines: Arc::default(),
+            physical: None,
             clear_packets: Arc::default(),
         }
     }
@@ -171,6 +197,9 @@ impl Nic for FakeGuest {
     }
 
     fn lend(&self, runs: &[Run]) -> Option<Arc<dyn Lent>> {
+        if let Some(physical) = &self.physical {
+            return physical.lend(runs);
+        }
         let ram = self.ram.lock();
         let sum = runs.iter().try_fold(0u64, |sum, run| sum.checked_add(u64::from(run.pages) * PAGE))?;
         let len = usize::try_from(sum).ok().filter(|len| (1..1 << 34).contains(len))?;

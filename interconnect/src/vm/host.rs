@@ -421,6 +421,8 @@ impl Attachment {
         if let Some(Running { leash, .. }) = self.running.take() {
             let _ = shutdown(&leash, Shutdown::Both);
         }
+        // The engine takes nothing more, and what is kept here would keep the attachment from being over.
+        self.lendings.discard();
     }
 }
 

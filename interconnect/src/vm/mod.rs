@@ -21,7 +21,8 @@
 //! - `helper.rs`: the helper's loop, over a machine's own ways to pin pages and send frames;
 //! - `host.rs`: the daemon's side of one guest, where all input is hostile; `nic.rs`: what it needs of the interface;
 //! - `questions.rs`: keys of what crosses sealed links; `per_second.rs`: a bound for what a guest may do in a second;
-//! - `fuzz.rs`: a hostile guest, for tests.
+//! - `presence.rs`: shows applications that the helper runs;
+//! - `fuzz.rs`, `hostile.rs`: hostile guests, for tests.
 //!
 //! docs/interconnect.md has the format of the frames.
 
@@ -33,8 +34,11 @@ pub(crate) mod fake;
 pub mod fuzz;
 mod helper;
 mod host;
+#[cfg(any(test, feature = "test-util"))]
+pub mod hostile;
 mod nic;
 mod per_second;
+mod presence;
 mod questions;
 #[cfg(test)]
 mod tests;
@@ -45,6 +49,7 @@ pub use helper::{Helper, Machine, Pinned, Reserved};
 pub use host::GuestHost;
 pub use nic::{Nic, Stations};
 pub use per_second::PerSecond;
+pub use presence::Presence;
 pub use wire::{
     Body, ETHERTYPE, FRAME_MAX, GROUP, Message, OWN, PAGE, QUEUES, QUEUES_BYTES, RUNS_MAX, Run, ShareState,
     Token,

@@ -135,7 +135,48 @@ fn applications_of_two_guests_do_what_those_of_containers_do() {
     assert!(ended.status != Status::Success, "{ended:?}");
     drop((b, far));
     two.until(0);
-    assert!(service.counters().iter().all(|counters| counters.mapped_bytes == 0 && counters.broken == 0));
+    // Published soon after the daemon has released the memory.
+    let (begin, all) = (Instant::now(), || service.counters());
+    while all().iter().any(|counters| counters.mapped_bytes > 0) {
+        assert!(begin.elapsed() < PATIENCE, "{:?}", all());
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    assert!(all().iter().all(|counters| counters.broken == 0));
+    drop((one, two));
+    service.stop();
+}
+
+/// Packets of guests of one network bypass it, in both directions, until the configuration forbids that.
+#[test]
+fn applications_of_guests_of_one_network_are_linked() {
+    let (service, network) = (Service::start(1 << 30, 1 << 40).unwrap(), Default::default());
+    let place = |number, network| Place { id: (9, number), networks: vec![network] };
+    service.set_places(&[place(11, 7), place(12, 7)]);
+    let (one, two) = (Machine::start(11, &service, &network), Machine::start(12, &service, &network));
+    let ((near, a, a_peer), (far, b, b_peer)) = (one.node(), two.node());
+    let until = |wanted: Attachment| {
+        let begin = Instant::now();
+        while [a.attachment(b_peer), b.attachment(a_peer)] != [wanted; 2] {
+            assert!(begin.elapsed() < PATIENCE, "{wanted}");
+            a.send(b_peer, Span::EMPTY, None, 8).unwrap();
+            b.receive(Span::EMPTY, 9).unwrap();
+            assert_eq!(a.wait(Some(PATIENCE)).unwrap().status, Status::Success);
+            assert_eq!(b.wait(Some(PATIENCE)).unwrap().status, Status::Success);
+        }
+    };
+    until(Attachment::SameHost);
+    all_operations(&a, &b, a_peer, b_peer);
+    all_operations(&b, &a, b_peer, a_peer);
+    service.set_places(&[place(11, 7), place(12, 8)]);
+    until(Attachment::Vm);
+    all_operations(&a, &b, a_peer, b_peer);
+    drop((a, near, b, far));
+    [&one, &two].iter().for_each(|machine| machine.until(0));
+    for counters in service.counters() {
+        assert!(counters.same_host_packets > 100, "{counters:?}");
+        assert!(counters.packets_out > counters.same_host_packets, "{counters:?}");
+        assert_eq!(counters.broken, 0);
+    }
     drop((one, two));
     service.stop();
 }
@@ -402,6 +443,26 @@ fn attachments_are_bounded_and_end() {
     assert_eq!(raw.say(0, Token::default(), Body::Close).unwrap().body, Body::Closed);
     drop(raw);
     service.stop();
+}
+
+/// The engine has ended when memory is shared with it: the attachment ends nevertheless, and lets go of the memory.
+#[test]
+fn memory_that_no_engine_takes_is_given_back() {
+    let service = Service::start(1 << 24, 1 << 40).unwrap();
+    let mut raw = Raw::new(&service);
+    let token = [1; 16];
+    let (number, _queues) = raw.attach(token, 7000);
+    service.stop();
+    let memory = create(PAGE as usize).unwrap();
+    let own = raw.guest.place(&memory, PAGE as usize);
+    assert_eq!(raw.share(number, token, 1, PAGE, &own), ShareState::Used);
+    raw.say(number, token, Body::Close);
+    let begin = Instant::now();
+    while raw.host.attachments() > 0 {
+        assert!(begin.elapsed() < PATIENCE, "the attachment is not over");
+        raw.host.turn(raw.now);
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }
 
 /// Frames between helper and daemon are lost, half of them: what was asked is answered in the end, and done once.

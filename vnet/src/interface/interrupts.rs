@@ -29,6 +29,10 @@
 //!
 //! An early interrupt that was premature (the guest had to be notified again) makes the next ones back off.
 //!
+//! The end of coalescing is the end of a burst: the port that fed the guest is drained. Where one never is, because data arrives as
+//! fast as it is received, it comes after as many frames as a dispatcher takes between two looks at all its ports
+//! (`dispatch/dispatcher.rs`), so that a stream cannot keep its guests waiting.
+//!
 //! Also unlike in the paper, small amounts of data are not announced early by default, because the interrupt gains less than the
 //! check costs. If fewer than [`InterruptSettings::early_bytes`] have arrived since the last end of coalescing, the guest is
 //! notified at the end, as in direct mode.

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use rustix::event::{EventfdFlags, eventfd};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use vnet::dispatch::mode::{Drive, ModeSettings};
 use vnet::dispatch::setup::{Feeder, Parts, SourceParts};
 use vnet::frame::{Batch, DropSink, NetworkId, PortId, Segment, Selection};
@@ -53,11 +53,22 @@ impl Port {
         })
     }
 
+    /// Whether further frames wait.
+    fn has_more(&self) -> bool {
+        let mut event = [PollFd::new(&self.waiting, PollFlags::IN)];
+        poll(&mut event, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).unwrap() > 0
+    }
+
     /// A frame to `to` arrives.
     fn arrive(&self, to: Mac, number: u64) {
+        self.arrive_at_once(to, number, 1);
+    }
+
+    /// A burst of equal frames to `to` arrives.
+    fn arrive_at_once(&self, to: Mac, number: u64, frames: u64) {
         *self.to.lock() = to;
         self.number.store(number, SeqCst);
-        rustix::io::write(&self.waiting, &1u64.to_ne_bytes()).unwrap();
+        rustix::io::write(&self.waiting, &frames.to_ne_bytes()).unwrap();
     }
 }
 
@@ -108,6 +119,7 @@ impl Source for PortSource {
         if rustix::io::read(&self.port.waiting, &mut [0; 8]).is_err() {
             return drained;
         }
+        self.drained = !self.port.has_more();
         (self.port.observe)();
         let number = self.port.number.load(SeqCst).to_be_bytes();
         self.memory = [&self.port.to.lock().0[..], &mac(9).0, &[0x88, 0xb5], &number, &[0; 38]].concat();
@@ -116,7 +128,7 @@ impl Source for PortSource {
         unsafe { builder.push_stable(Segment::new(self.memory.as_ptr(), self.memory.len())) };
         builder.finish(self.id, NetworkId::DEFAULT, Offload::default(), 0).unwrap();
         self.port.stats.in_frames.add(1);
-        Taken { units: 1, ..drained }
+        Taken { units: 1, drained: self.drained, ..drained }
     }
 
     fn watch(&mut self, waker: Waker) {
@@ -285,8 +297,8 @@ impl Coalesce for Recorder {
     }
 }
 
-/// Rounds in which a frame arrives for a guest that `reacts`, and the last call of each. The calls of each round are asserted.
-fn rounds(reacts: bool, last: &'static str, expected: &[&[&str]]) {
+/// Rounds in which so many frames arrive for a guest that `reacts`, and the last call of each. The calls of each round are asserted.
+fn rounds(frames: u64, reacts: bool, last: &'static str, expected: &[&[&str]]) {
     let (calls, stats) = (Arc::new(Mutex::new(vec![])), Arc::new(PortStats::default()));
     let port = Port::new({
         let calls = calls.clone();
@@ -297,7 +309,7 @@ fn rounds(reacts: bool, last: &'static str, expected: &[&[&str]]) {
     host.add_interface(NetworkId::DEFAULT, guest, stats);
     add(&mut host, &port, Kind::Shared);
     for expected in expected {
-        port.arrive(mac(1), 0);
+        port.arrive_at_once(mac(1), 0, frames);
         wait_for("the last call", || calls.lock().last() == Some(&last), || format!("{:?}", calls.lock()));
         // Ten times as long as the check takes to come.
         std::thread::sleep(10 * CHECK);
@@ -309,7 +321,7 @@ fn rounds(reacts: bool, last: &'static str, expected: &[&[&str]]) {
 fn calls_come_in_the_order_of_the_paper() {
     let first: &[&str] = &["receive", "deliver", "end", "check"];
     let next: &[&str] = &["announce", "receive", "deliver", "end", "check"];
-    rounds(false, "check", &[first, next, next, next]);
+    rounds(1, false, "check", &[first, next, next, next]);
 }
 
 /// Its ring shows by the event index that it has reacted to the early interrupt.
@@ -317,5 +329,13 @@ fn calls_come_in_the_order_of_the_paper() {
 fn a_guest_that_has_reacted_is_not_checked() {
     let first: &[&str] = &["receive", "deliver", "end"];
     let next: &[&str] = &["announce", "receive", "deliver", "end"];
-    rounds(true, "end", &[first, next, next, next]);
+    rounds(1, true, "end", &[first, next, next, next]);
+}
+
+/// The end of coalescing comes when nothing waits at the port any more, not after each receive.
+#[test]
+fn a_burst_ends_when_its_port_is_drained() {
+    let first: &[&str] = &["receive", "deliver", "receive", "deliver", "receive", "deliver", "end", "check"];
+    let next = [&["announce"][..], first].concat();
+    rounds(3, false, "check", &[first, &next, &next]);
 }

@@ -9,11 +9,12 @@
 //!     |<-- records: length (4 bytes), DATA packet --------|
 //! ```
 //!
-//! A node listens at the TCP port with the number of its UDP port. The halves of the secret authenticate both ends: the accepting side finds
+//! A node listens at the TCP port with the number of its UDP port, also for connections that stand in for UDP (`bounce/`), which begin with
+//! another magic. The halves of the secret authenticate both ends: the accepting side finds
 //! the channel by the first half, and checks the peer's address; the second half shows the sender that it has not reached another program.
 //! A connection carries bytes in one direction; each side opens its own. Without a connection all packets take UDP.
 //!
-//! TCP slows down for each lost packet, the engine's own protocol does not. So a stream on a lossy path is closed ([`connection`]), and one
+//! TCP slows down for each lost packet, the engine's own protocol does not. So a stream on a lossy path is closed (`node/tcp.rs`), and one
 //! whose path is dead times out. After a stream has closed, none is opened to this peer for a minute.
 //!
 //! Streams are not sealed, so there is none to a peer behind a sealed link.
@@ -22,29 +23,29 @@
 //! pulled bytes wait until it is sent.
 //!
 //! - `outgoing.rs`: the sending end;
-//! - `records.rs`: framing of packets in the byte stream;
-//! - `connection.rs`: handshake constants, timeouts, loss statistics.
+//! - `node/records.rs`: framing of packets in the byte stream;
+//! - `node/tcp.rs`: handshake constants, timeouts, loss statistics.
 
-mod connection;
 mod outgoing;
-mod records;
 #[cfg(test)]
 mod tests;
 
 use std::io::{self, Read, Write};
-use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
-use std::os::fd::AsFd;
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
-use rustix::net::{Shutdown, connect_unspec, shutdown};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::sockopt::{set_socket_reuseaddr, set_socket_reuseport};
+use rustix::net::{Shutdown, bind, connect_unspec, shutdown};
 
+use crate::node::bounce::{self, Secret};
 use crate::node::local::Local;
+use crate::node::records::{Records, TooLong};
+use crate::node::tcp::{Closed, HALF, MAGIC, PREFACE, new_socket, set_timeouts, user_timeout, would_block};
 use crate::proto::{Departure, Engine};
 use crate::seal::Sealing;
-use connection::{Closed, HALF, MAGIC, PREFACE, set_timeouts, user_timeout, would_block};
 use outgoing::Outgoing;
-pub use records::Records;
-use records::TooLong;
 
 /// Deadline of the handshake at the connecting side.
 const HANDSHAKE_TIMEOUT_NS: u64 = 2_000_000_000;
@@ -55,12 +56,12 @@ const STREAMS_MAX: usize = 256;
 /// Maximum number of accepted connections that are not authenticated yet, and their deadline.
 const UNVERIFIED_MAX: usize = 64;
 const VERIFY_TIMEOUT_NS: u64 = 2_000_000_000;
+/// Maximum number of them whose addresses are not invited.
+const STRANGERS_MAX: usize = 32;
 /// Maximum number of connections accepted in one call.
 const ACCEPTS_MAX: usize = 16;
-/// Interval at which idle connections are checked, and at which new ones are accepted, which takes 10 us even if there are none. Strangers'
-/// connections wake nobody: who invites a peer is busy with its packets.
+/// Interval at which idle connections are checked, and new ones are accepted.
 const TEND_EVERY_NS: u64 = 1_000_000;
-const ACCEPT_EVERY_NS: u64 = 10_000_000;
 /// Interval at which the loss rate is checked.
 const CHECK_EVERY_NS: u64 = 100_000_000;
 
@@ -93,29 +94,39 @@ struct Incoming {
 /// An accepted connection whose peer is not authenticated yet.
 struct Unverified {
     socket: TcpStream,
-    from: IpAddr,
+    from: SocketAddr,
+    is_invited: bool,
     preface: [u8; PREFACE],
     filled: usize,
     until: u64,
 }
 
-/// Listens at the TCP port with the number of a node's UDP port.
+/// A peer's connection that stands in for UDP: the peer's address, and its secret.
+pub(super) type Caller = (TcpStream, SocketAddr, Secret);
+
+/// Listens at the TCP port with the number of a node's UDP port, from which the node's own connections leave, too.
 pub(super) fn listen(own: SocketAddr) -> io::Result<TcpListener> {
-    let listener = TcpListener::bind(own)?;
-    listener.set_nonblocking(true)?;
-    Ok(listener)
+    const BACKLOG: i32 = 128;
+    let listener = new_socket(own)?;
+    set_socket_reuseaddr(&listener, true)?;
+    bind(&listener, &own)?;
+    rustix::net::listen(&listener, BACKLOG)?;
+    // Now that no other listener has the port: the node's own connections leave from it.
+    set_socket_reuseport(&listener, true)?;
+    Ok(listener.into())
 }
 
 pub(super) struct Streams {
-    /// `None`: streams are switched off, or another program has the port.
+    /// `None`: another program has the port.
     listener: Option<TcpListener>,
     own: SocketAddr,
     outgoing: Vec<Outgoing>,
     incoming: Vec<Incoming>,
     unverified: Vec<Unverified>,
+    callers: Vec<Caller>,
     tend_at: u64,
     check_at: u64,
-    /// Earliest time of the next accept(2).
+    /// Earliest time of the next accept(2), after it has failed.
     accept_at: u64,
     /// TCP user timeout of all streams.
     user_timeout: Duration,
@@ -123,7 +134,7 @@ pub(super) struct Streams {
 }
 
 impl Streams {
-    /// Streams of the node at `own`. `None`: streams are off.
+    /// Streams of the node at `own`. `None`: another program has the TCP port.
     pub(super) fn new(own: SocketAddr, listener: Option<TcpListener>, dead_after_ns: u64) -> Self {
         Self {
             listener,
@@ -131,6 +142,7 @@ impl Streams {
             outgoing: vec![],
             incoming: vec![],
             unverified: vec![],
+            callers: vec![],
             tend_at: 0,
             check_at: 0,
             accept_at: 0,
@@ -142,6 +154,11 @@ impl Streams {
     /// Whether peers can connect.
     pub(super) fn can_listen(&self) -> bool {
         self.listener.is_some()
+    }
+
+    /// Connections that stand in for UDP, and have been accepted since the last call.
+    pub(super) fn callers(&mut self) -> impl Iterator<Item = Caller> {
+        self.callers.drain(..)
     }
 
     pub(super) fn counters(&self) -> StreamCounters {
@@ -262,10 +279,10 @@ impl Streams {
                 self.end_incoming(engine, local, place);
             }
         }
-        self.accept(engine, local, now);
         for place in (0..self.unverified.len()).rev() {
             self.verify(engine, local, seal, now, place);
         }
+        self.accept(engine, local, now);
     }
 
     /// Takes up a peer's invitation.
@@ -287,23 +304,34 @@ impl Streams {
 
     fn accept(&mut self, engine: &Engine, local: &Local, now: u64) {
         let Some(listener) = &self.listener else { return };
-        if now < self.accept_at {
+        // Accepting takes 10 us even if there is none.
+        if now < self.accept_at || !is_readable(listener.as_fd()) {
             return;
         }
-        self.accept_at = now + ACCEPT_EVERY_NS;
+        if std::mem::take(&mut self.accept_at) > 0 {
+            let _ = local.watch(listener.as_fd());
+        }
         for _ in 0..ACCEPTS_MAX {
             let (socket, from) = match listener.accept() {
                 Ok(accepted) => accepted,
                 Err(error) if would_block(&error) => return,
                 Err(_) => {
+                    // Until then it must not keep the thread awake.
                     self.accept_at = now + ACCEPT_PAUSE_NS;
+                    local.unwatch(listener.as_fd());
                     return;
                 }
             };
-            let ip = from.ip().to_canonical();
+            let is_invited = engine.has_invited(from.ip().to_canonical());
+            let strangers = || self.unverified.iter().filter(|own| !own.is_invited);
+            if !is_invited && strangers().count() >= STRANGERS_MAX {
+                // One that says nothing makes room: they are in the order of their arrival.
+                if let Some(oldest) = self.unverified.iter().position(|own| !own.is_invited) {
+                    local.unwatch(self.unverified.remove(oldest).socket.as_fd());
+                    self.counters.refused += 1;
+                }
+            }
             let is_usable = self.unverified.len() < UNVERIFIED_MAX
-                && self.incoming.len() < STREAMS_MAX
-                && engine.has_invited(ip)
                 && socket.set_nonblocking(true).is_ok()
                 && local.watch(socket.as_fd()).is_ok();
             if !is_usable {
@@ -311,11 +339,13 @@ impl Streams {
                 continue;
             }
             let until = now + VERIFY_TIMEOUT_NS;
-            self.unverified.push(Unverified { socket, from: ip, preface: [0; PREFACE], filled: 0, until });
+            let preface = [0; PREFACE];
+            self.unverified.push(Unverified { socket, from, is_invited, preface, filled: 0, until });
         }
     }
 
-    /// Reads a new connection's preface. Answers and opens the stream if it has an invited peer's secret and address.
+    /// Reads a new connection's preface. Answers and opens the stream if it has an invited peer's secret and address. A connection that stands
+    /// in for UDP becomes a caller.
     fn verify(&mut self, engine: &mut Engine, local: &Local, seal: &Sealing, now: u64, place: usize) {
         let own = &mut self.unverified[place];
         let heard = match own.socket.read(&mut own.preface[own.filled..]) {
@@ -330,12 +360,17 @@ impl Streams {
         if matches!(heard, Ok(false)) {
             return;
         }
-        let Unverified { mut socket, from, preface, .. } = self.unverified.swap_remove(place);
+        let Unverified { mut socket, from, preface, .. } = self.unverified.remove(place);
         let (magic, shown) = preface.split_at(MAGIC.len());
-        let shown: Option<&[u8; HALF]> = shown.first_chunk().filter(|_| heard.is_ok() && magic == MAGIC);
+        let shown: Option<&[u8; HALF]> = shown.first_chunk().filter(|_| heard.is_ok());
+        if let Some(secret) = shown.filter(|_| magic == bounce::MAGIC) {
+            local.unwatch(socket.as_fd());
+            return self.callers.push((socket, from, *secret));
+        }
+        let shown = shown.filter(|_| magic == MAGIC && self.incoming.len() < STREAMS_MAX);
         let invited = shown.and_then(|shown| engine.invited_to_stream(shown));
         let is_peer = |invited: &(SocketAddr, [u8; HALF])| {
-            invited.0.ip().to_canonical() == from && seal.is_clear(invited.0)
+            invited.0.ip().to_canonical() == from.ip().to_canonical() && seal.is_clear(invited.0)
         };
         let proven = invited.filter(is_peer).filter(|(_, proof)| {
             // The send buffer of a new connection has room for it.
@@ -400,4 +435,9 @@ impl Incoming {
         }
         Ok(packets)
     }
+}
+
+fn is_readable(descriptor: BorrowedFd<'_>) -> bool {
+    let mut polled = [PollFd::from_borrowed_fd(descriptor, PollFlags::IN)];
+    poll(&mut polled, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok_and(|ready| ready > 0)
 }

@@ -5,12 +5,12 @@ use std::net::{SocketAddr, TcpStream};
 use std::os::fd::AsFd;
 use std::time::Duration;
 
+use rustix::net::bind;
 use rustix::net::sockopt as socket_options;
-use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, connect, socket_with};
 
-use super::connection::{Closed, HALF, MAGIC, Segments, set_timeouts, would_block};
 use crate::node::local::Local;
 use crate::node::socket::{PARTS_MAX, send_parts};
+use crate::node::tcp::{Closed, HALF, MAGIC, Segments, new_socket, set_timeouts, start_connect, would_block};
 use crate::proto::{Departure, Engine, Span};
 
 /// Packets that are sent with one system call: 1 MiB. A call for each packet has half of the rate, because the kernel processes what arrives for
@@ -54,17 +54,11 @@ impl Outgoing {
         secret: [u8; 16],
         (until, user_timeout): (u64, Duration),
     ) -> io::Result<Self> {
-        let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
-        let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
-        let socket = socket_with(family, SocketType::STREAM, flags, None)?;
+        let socket = new_socket(address)?;
         if !own.ip().is_unspecified() {
             bind(&socket, &SocketAddr::new(own.ip(), 0))?;
         }
-        match connect(&socket, &address) {
-            Ok(()) | Err(rustix::io::Errno::INPROGRESS) => {}
-            Err(error) => return Err(error.into()),
-        }
-        let socket = TcpStream::from(socket);
+        let socket = start_connect(socket, address)?;
         // No Nagle delay for the last segment of a transfer.
         socket.set_nodelay(true)?;
         // BBR, the default of some systems, has half of cubic's rate between containers. Best effort: the system may not allow cubic.
@@ -219,8 +213,8 @@ impl Outgoing {
 mod tests {
     use std::net::TcpListener;
 
-    use super::super::connection::PREFACE;
     use super::*;
+    use crate::node::tcp::PREFACE;
     use crate::seal::Sealing;
 
     /// Another program at the peer's port gets no bytes.

@@ -11,8 +11,9 @@ use super::super::endpoint::{Completion, Kind, Peer};
 use super::super::memory::Span;
 use super::super::status::Status;
 use super::super::wire::{Body, Credit, End, Header, Hello, Subject, Write, flags};
-use super::super::write_order::Notice;
+use super::super::write_order::WriteNotice;
 use super::Engine;
+use super::messages::Admitted;
 
 /// Maximum number of queued answers to packets of unknown channels.
 const RESETS_MAX: usize = 64;
@@ -303,14 +304,15 @@ impl Engine {
         }
         let Some(own) = self.channels.get_mut(channel) else { return };
         let placed = own.writing.add(&write, len);
-        if write.behind == 0 && self.admit(channel, flags, (write.to, write.seq, write.op), None) {
-            self.arrival(channel, write.to, &Notice { from: write.from, data: write.data, len: placed });
+        if write.behind == 0 && self.admit(channel, flags, (write.to, write.seq, write.op), &Admitted::Write)
+        {
+            self.arrival(channel, write.to, &WriteNotice { from: write.from, data: write.data, len: placed });
         }
     }
 
     /// Queues the completion of a peer's write with immediate data.
-    pub(super) fn arrival(&mut self, channel: u32, endpoint: u16, notice: &Notice) {
-        let Notice { from, data, len } = *notice;
+    pub(super) fn arrival(&mut self, channel: u32, endpoint: u16, notice: &WriteNotice) {
+        let WriteNotice { from, data, len } = *notice;
         let Some(own) = self.channels.get(channel) else { return };
         let completion = Completion {
             kind: Kind::Arrival,

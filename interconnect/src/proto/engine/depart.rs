@@ -351,10 +351,10 @@ impl Engine {
                 channel.flows[turn].pop();
                 continue;
             };
-            // A peer ends more writes than that as not ready.
+            // The peer would end further writes with "not ready".
             let is_full = op.is_offered_write() && channel.writes_offered() >= WRITES_OFFERED_MAX;
             let flow = &mut channel.flows[turn];
-            // Otherwise one endpoint's writes could keep operations of others waiting for ever.
+            // Other endpoints' messages start only while no write is under way: overlapping writes of one endpoint must not starve them.
             let overlaps = channel.peer_orders && flow.lanes.len() <= 1;
             let writes_max = if overlaps { NOTICED_WRITES_MAX } else { 1 };
             let is_read = matches!(op.form, Form::Read { .. });
@@ -460,7 +460,8 @@ impl Engine {
     }
 }
 
-/// Whether the operation may be sent now. `writes_max`: number of writes under way with which no large write with immediate data begins.
+/// Whether the operation may be sent now. A large write with immediate data needs fewer than
+/// `writes_max` writes under way.
 fn may_start(flow: &Flow, op: &Op, now: u64, writes_max: u32) -> bool {
     if op.sent > 0 {
         return true;

@@ -1,5 +1,7 @@
 //! How operations end: completions, deadlines, dead peers.
 
+use std::net::SocketAddr;
+
 use super::super::channel::{Assembled, Channel, Form, Reports, Source, What};
 use super::super::endpoint::{Completion, Kind, Peer};
 use super::super::status::Status;
@@ -7,8 +9,9 @@ use super::super::window::Timeout;
 use super::super::wire::Body;
 use super::{Engine, Purpose};
 
-/// Interval at which the timers are checked: half the shortest timer.
+/// Interval at which the timers are checked: half the shortest timer, and where a path loses packets half the timeout of tails.
 const LOOK_NS: u64 = 500_000;
+const LOOK_LOSSY_NS: u64 = 125_000;
 /// Interval at which the deadlines of operations are checked.
 const DEADLINES_NS: u64 = 50_000_000;
 /// Number of idle channels that a full table closes at once, so that looking for them costs little for each new channel.
@@ -89,7 +92,7 @@ impl Engine {
                     completion.status = status;
                     self.report(endpoint, *completion);
                 }
-                // The origin may know already that later writes have ended well.
+                // Arrivals may wait behind it whose writes are successes at their origin already.
                 Purpose::Write { endpoint, place: Some(place), .. } => {
                     self.write_ended(number, endpoint, place, None);
                 }
@@ -143,10 +146,12 @@ impl Engine {
     /// Checks all timers. The caller should call it often, at the latest at `wake_at`.
     pub fn tick(&mut self, now: u64) {
         self.now = now;
-        if now.saturating_sub(self.looked_at) < LOOK_NS {
+        let every = if self.is_lossy { LOOK_LOSSY_NS } else { LOOK_NS };
+        if now.saturating_sub(self.looked_at) < every {
             return;
         }
         self.looked_at = now;
+        self.is_lossy = self.channels.iter().any(|channel| channel.window.is_lossy(now));
         for number in self.channels.numbers(|_| true) {
             self.look_at_channel(now, number);
         }
@@ -156,6 +161,28 @@ impl Engine {
                 self.complete_op(id, Status::TimedOut, 0);
             }
         }
+    }
+
+    /// Addresses of peers that have left HELLO unanswered for `hello` ns, or the packets of an open channel for `silence` ns.
+    pub fn silent(&self, now: u64, hello: u64, silence: u64) -> impl Iterator<Item = SocketAddr> {
+        let is_silent = move |channel: &&Channel| match channel.peer {
+            None => now.saturating_sub(channel.opened_at) >= hello,
+            Some(_) => channel.local.is_none() && channel.window.is_silent(now, silence),
+        };
+        self.channels.iter().filter(is_silent).map(|channel| channel.address)
+    }
+
+    /// Whether the peer at `address` has proven itself on an open channel, and is not silent there.
+    pub fn hears(&self, now: u64, address: SocketAddr, silence: u64) -> bool {
+        let channel = self.addresses.get(&address).and_then(|number| self.channels.get(*number));
+        channel.is_some_and(|own| {
+            own.peer.is_some() && !own.is_unproven() && !own.window.is_silent(now, silence)
+        })
+    }
+
+    /// Whether there is a channel to `address`, open or not.
+    pub fn has_channel(&self, address: SocketAddr) -> bool {
+        self.addresses.contains_key(&address)
     }
 
     fn look_at_channel(&mut self, now: u64, number: u32) {

@@ -13,8 +13,9 @@ use super::super::channel::Channel;
 use super::super::memory::{Key, Span};
 use super::super::status::Status;
 use super::super::wire::{Body, Header, Invite, Write, flags};
-use super::super::write_order::Notice;
+use super::super::write_order::WriteNotice;
 use super::Engine;
+use super::messages::Admitted;
 use super::streams::STREAM;
 
 /// Maximum size in bytes of a packet through shared memory: that of a UDP datagram, because a packet can take the socket if the
@@ -164,8 +165,8 @@ impl Engine {
             return self.fail_operation(channel, write.op, status);
         }
         let name = (write.to, write.seq, write.op);
-        if flags & flags::DATA != 0 && self.admit(channel, flags, name, None) {
-            self.arrival(channel, write.to, &Notice { from: write.from, data: write.data, len });
+        if flags & flags::DATA != 0 && self.admit(channel, flags, name, &Admitted::Write) {
+            self.arrival(channel, write.to, &WriteNotice { from: write.from, data: write.data, len });
         }
     }
 }

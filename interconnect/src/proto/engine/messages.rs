@@ -24,6 +24,16 @@ pub struct Seen {
     pub len: u64,
 }
 
+/// What a peer's packet brings for an endpoint.
+pub(super) enum Admitted {
+    /// `bytes`: number of bytes that the engine keeps if no buffer is posted.
+    Message { tag: Option<u64>, from: Peer, bytes: usize },
+    /// A write whose bytes are in place.
+    Write,
+    /// A write whose bytes are to be pulled.
+    LargeWrite,
+}
+
 impl Engine {
     /// Handles a fragment of a message, in order.
     pub(super) fn take_message(&mut self, channel: u32, flags: u8, message: Message, payload: &[u8]) {
@@ -38,7 +48,12 @@ impl Engine {
                 return self.fail_operation(channel, message.op, Status::Protocol);
             }
             let name = (message.to, message.seq, message.op);
-            if !self.admit(channel, flags, name, Some((tag, from, message.total as usize))) {
+            if !self.admit(
+                channel,
+                flags,
+                name,
+                &Admitted::Message { tag, from, bytes: message.total as usize },
+            ) {
                 return;
             }
             let posted =
@@ -129,7 +144,7 @@ impl Engine {
         let data = (flags & flags::DATA != 0).then_some(offer.data);
         let name = (offer.to, offer.seq, offer.op);
         if flags & flags::MEMORY != 0 {
-            if data.is_some() && !self.admit_to(channel, flags, name, None, true) {
+            if data.is_some() && !self.admit(channel, flags, name, &Admitted::LargeWrite) {
                 return;
             }
             if let Err(status) = self.pull_write(channel, &offer, data) {
@@ -141,7 +156,7 @@ impl Engine {
             return;
         }
         let tag = (flags & flags::TAGGED != 0).then_some(offer.tag);
-        if !self.admit(channel, flags, name, Some((tag, from, 0))) {
+        if !self.admit(channel, flags, name, &Admitted::Message { tag, from, bytes: 0 }) {
             return;
         }
         let Some(own) = self.endpoint_mut(offer.to) else { return };
@@ -160,36 +175,25 @@ impl Engine {
         }
     }
 
-    /// Whether the endpoint accepts a message now (or, without one, the notice of a write). If not, the peer gets
-    /// the report "receiver not ready".
+    /// Whether the endpoint accepts a message, or the notice of a write, now. If not, the peer gets the report "receiver not ready".
     pub(super) fn admit(
         &mut self,
         channel: u32,
         flags: u8,
-        name: (u16, u32, u32),
-        message: Option<(Option<u64>, Peer, usize)>,
-    ) -> bool {
-        // To the peer all earlier writes have ended, also those that it has given up.
-        self.report_arrivals(channel, name.0, WriteOrder::next_of_all);
-        self.admit_to(channel, flags, name, message, false)
-    }
-
-    /// Like `admit`. `is_pulled`: for a large write.
-    fn admit_to(
-        &mut self,
-        channel: u32,
-        flags: u8,
         (to, seq, op): (u16, u32, u32),
-        message: Option<(Option<u64>, Peer, usize)>,
-        is_pulled: bool,
+        what: &Admitted,
     ) -> bool {
+        if !matches!(what, Admitted::LargeWrite) {
+            // The peer sends these once all its large writes have ended, or it has given them up.
+            self.report_arrivals(channel, to, WriteOrder::take_any);
+        }
         let (kept, most) = (self.kept_bytes, self.config.unexpected_bytes_max);
         let kept_max = self.config.kept_bytes_max;
-        let is_full = is_pulled && !self.takes_writes(channel);
-        let has_room = self.endpoint(to).is_some_and(|own| match message {
-            _ if is_full => false,
-            None => own.completions.len() < super::OPERATIONS_MAX,
-            Some((tag, from, bytes)) => {
+        let takes_writes = self.takes_writes(channel);
+        let has_room = self.endpoint(to).is_some_and(|own| match *what {
+            Admitted::Write => own.completions.len() < super::OPERATIONS_MAX,
+            Admitted::LargeWrite => takes_writes && own.completions.len() < super::OPERATIONS_MAX,
+            Admitted::Message { tag, from, bytes } => {
                 own.has_room(bytes, most) && kept + bytes <= kept_max
                     || own.posted.iter().any(|posted| posted.matching.takes(tag, from))
             }

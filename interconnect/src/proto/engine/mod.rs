@@ -181,7 +181,8 @@ enum Purpose {
     Read(u32),
     /// Reports a received message on this endpoint.
     Message(u16, Box<Completion>),
-    /// Ends a peer's write through this endpoint, and reports its immediate data, if any, in the `place` that `WriteOrder` gave it, if the peer leaves the order to this engine.
+    /// Ends a peer's write through this endpoint, and reports its immediate data, if any. `place`: from `WriteOrder`; `None` if the peer lacks
+    /// the flag IN_ORDER.
     Write { endpoint: u16, key: Key, from: u16, data: Option<u64>, place: Option<u64> },
 }
 
@@ -238,6 +239,8 @@ pub struct Engine {
     spare: Vec<Vec<u8>>,
     now: u64,
     looked_at: u64,
+    /// A path loses packets.
+    is_lossy: bool,
     deadlines_at: u64,
     /// Number of packets that belonged to a channel.
     accepted: u64,
@@ -281,6 +284,7 @@ impl Engine {
             spare: vec![],
             now: 0,
             looked_at: 0,
+            is_lossy: false,
             deadlines_at: 0,
             accepted: 0,
             counters: Counters::default(),
@@ -335,9 +339,9 @@ impl Engine {
         self.shares.counters(endpoint)
     }
 
-    /// Whether the endpoint has a rate limit.
-    pub fn is_limited(&self, endpoint: u16) -> bool {
-        self.shares.is_limited(endpoint)
+    /// The endpoint's share, as set.
+    pub fn share(&self, endpoint: u16) -> ShareSettings {
+        self.shares.settings(endpoint)
     }
 
     /// Closes an endpoint: its operations end without completion, and its regions are deregistered. Messages that were already

@@ -8,7 +8,7 @@ use super::super::memory::{Key, Span};
 use super::super::ranges::Ranges;
 use super::super::status::Status;
 use super::super::wire::{Body, Data, End, Offer, Pull as PullBody, Subject, flags};
-use super::super::write_order::{Notice, WriteOrder};
+use super::super::write_order::{WriteNotice, WriteOrder};
 use super::{Engine, Pull, PullSource, Purpose};
 
 /// Maximum number of bytes that a pull without budget requests by one packet. Its requests are sent at once, and a peer serves
@@ -82,7 +82,7 @@ impl Engine {
             return Err(Status::NotReady);
         }
         let own = self.channels.get_mut(channel).ok_or(Status::Cancelled)?;
-        // Other peers do not say when they have given a write up, so nothing may wait for its end; and they offer one such write at a time.
+        // A peer without IN_ORDER does not say when it has given a write up, so no arrival may wait for it. It offers one such write at a time.
         let place =
             if own.peer_orders { own.grant(offer.to).map(|grant| grant.writes.begin()) } else { None };
         own.writes_taken += 1;
@@ -191,7 +191,7 @@ impl Engine {
             }
             Purpose::Write { endpoint, from, data, place, .. } => {
                 let is_success = status == Status::Success;
-                let notice = data.filter(|_| is_success).map(|data| Notice { from, data, len });
+                let notice = data.filter(|_| is_success).map(|data| WriteNotice { from, data, len });
                 match (place, notice) {
                     (Some(place), notice) => self.write_ended(pull.channel, endpoint, place, notice),
                     (None, Some(notice)) => self.arrival(pull.channel, endpoint, &notice),
@@ -204,23 +204,29 @@ impl Engine {
         }
     }
 
-    /// A peer's large write has ended: reports the arrivals that need not wait for earlier writes any more.
-    pub(super) fn write_ended(&mut self, channel: u32, endpoint: u16, place: u64, notice: Option<Notice>) {
+    /// A peer's large write has ended: reports the arrivals that waited for it, and for no other write.
+    pub(super) fn write_ended(
+        &mut self,
+        channel: u32,
+        endpoint: u16,
+        place: u64,
+        notice: Option<WriteNotice>,
+    ) {
         if let Some(grant) = self.channels.get_mut(channel).and_then(|own| own.grant(endpoint)) {
             grant.writes.end(place, notice);
-            self.report_arrivals(channel, endpoint, WriteOrder::next);
+            self.report_arrivals(channel, endpoint, WriteOrder::take_ready);
         }
     }
 
-    /// Reports the arrivals that `next` takes.
+    /// Reports the arrivals that `take` returns.
     pub(super) fn report_arrivals(
         &mut self,
         channel: u32,
         endpoint: u16,
-        next: impl Fn(&mut WriteOrder) -> Option<Notice>,
+        take: impl Fn(&mut WriteOrder) -> Option<WriteNotice>,
     ) {
         while let Some(grant) = self.channels.get_mut(channel).and_then(|own| own.grant(endpoint)) {
-            let Some(notice) = next(&mut grant.writes) else { return };
+            let Some(notice) = take(&mut grant.writes) else { return };
             self.arrival(channel, endpoint, &notice);
         }
     }

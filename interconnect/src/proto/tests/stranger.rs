@@ -86,8 +86,13 @@ impl Victim {
 impl Stranger {
     /// Opens a channel to the victim.
     pub fn meet(victim: &mut Victim, n: u32) -> Self {
+        Self::meet_with(victim, n, 0)
+    }
+
+    /// The same, with flags that say what the stranger can do.
+    pub fn meet_with(victim: &mut Victim, n: u32, flags: u8) -> Self {
         let address = address(n);
-        victim.greet(address, hello(5));
+        victim.greet_with(address, hello(5), flags);
         let welcomed = victim.sent().into_iter().find_map(|(to, header)| match header.body {
             Body::Welcome(welcome) if to == address => Some(welcome.session),
             _ => None,

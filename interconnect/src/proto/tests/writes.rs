@@ -1,9 +1,9 @@
 //! Large writes with immediate data, several at a time.
 
-use super::stranger::{Victim, address, hello};
+use super::stranger::{Stranger, Victim, address, hello};
 use super::world::{CLEAN, Network, World};
-use crate::proto::wire::{Body, flags};
-use crate::proto::{Config, Kind, Outgoing, Peer, Shape, Status};
+use crate::proto::wire::{Body, Data, Message, Offer, Subject, flags};
+use crate::proto::{Access, Config, Kind, Outgoing, Peer, Shape, Status};
 
 const LEN: usize = 256 << 10;
 
@@ -91,7 +91,7 @@ fn a_write_whose_deadline_passes_holds_no_arrival_up() {
     let mut world = World::new(2, &config, CLEAN, 1);
     let key = world.register(1, 0, 8 << 20, None);
     world.write(key, 8);
-    // Half of the write is on its way when nothing passes any more for a while.
+    // The write takes 262 ms on this link. After 50 ms the network drops all packets of node 1.
     world.network = Network { byte_ps: 1_000_000, ..CLEAN };
     post(&mut world, key, &[LEN], |_| true);
     world.run(50_000_000);
@@ -159,4 +159,61 @@ fn several_endpoints_that_write_to_one_all_get_their_turn() {
         while world.poll(0).is_some() {}
     }
     panic!("the message of the other endpoint has waited for 196 writes");
+}
+
+/// Offers a write of 1 000 bytes, number `seq` of those with immediate data. Returns the victim's pull, if it asks for the bytes.
+fn offer(victim: &mut Victim, stranger: &mut Stranger, key: u64, seq: u32, has_data: bool) -> Option<u32> {
+    let offer = Offer { to: 0, from: 0, op: seq, seq, total: 1_000, tag: key, at: 0, data: u64::from(seq) };
+    let flags = flags::MEMORY | if has_data { flags::DATA } else { 0 };
+    stranger.send(victim, flags, Body::Offer(offer), &[]);
+    victim.sent().into_iter().find_map(|(_, header)| match header.body {
+        Body::Pull(pull) => Some(pull.pull),
+        _ => None,
+    })
+}
+
+fn register(victim: &mut Victim) -> u64 {
+    let span = victim.span(1_000);
+    victim.engine.register(0, span, 0, Access { read: false, write: true }, None).unwrap()
+}
+
+/// A peer sends messages once its large writes have ended, or once it has given them up.
+#[test]
+fn a_message_comes_behind_arrivals_that_wait_for_a_write_given_up() {
+    for abilities in [0, flags::IN_ORDER] {
+        let mut victim = Victim::new(Config::default());
+        let key = register(&mut victim);
+        victim.receive(7);
+        let mut stranger = Stranger::meet_with(&mut victim, 1, abilities);
+        assert!(offer(&mut victim, &mut stranger, key, 0, true).is_some());
+        let pull = offer(&mut victim, &mut stranger, key, 1, true).unwrap();
+        stranger.send(&mut victim, 0, Body::Data(Data { pull, offset: 0 }), &[b'x'; 1_000]);
+        if abilities == flags::IN_ORDER {
+            assert!(victim.poll().is_none(), "the first write has not ended");
+            let message = Message { to: 0, from: 0, op: 2, seq: 2, total: 1, offset: 0, tag: 0, data: 0 };
+            stranger.send(&mut victim, 0, Body::Message(message), b"m");
+        }
+        // Without the flag nothing waits: the peer would not say that it has given the first write up.
+        let arrival = victim.poll().unwrap();
+        assert_eq!((arrival.kind, arrival.data), (Kind::Arrival, Some(1)));
+        let next = victim.poll().map(|completion| (completion.kind, completion.context));
+        assert_eq!(next, (abilities == flags::IN_ORDER).then_some((Kind::Receive, 7)));
+    }
+}
+
+#[test]
+fn a_write_without_room_at_the_target_is_sent_again_later() {
+    let mut victim = Victim::new(Config::default());
+    let key = register(&mut victim);
+    let mut stranger = Stranger::meet_with(&mut victim, 1, flags::IN_ORDER);
+    for _ in 0..1024 {
+        offer(&mut victim, &mut stranger, key, 0, false);
+    }
+    let offer = Offer { to: 0, from: 0, op: 9, seq: 0, total: 1_000, tag: key, at: 0, data: 0 };
+    stranger.send(&mut victim, flags::MEMORY | flags::DATA, Body::Offer(offer), &[]);
+    let ends = victim.sent().into_iter().filter_map(|(_, header)| match header.body {
+        Body::End(end) => Some((end.subject, end.status, end.number)),
+        _ => None,
+    });
+    assert_eq!(ends.collect::<Vec<_>>(), [(Subject::NotReady, Status::NotReady, 9)]);
 }

@@ -1,11 +1,12 @@
-//! Handshake constants, timeouts and loss statistics of a stream's TCP connection.
+//! TCP sockets of a node: how they are made, their timeouts and losses, and the first bytes of a stream.
 
 use std::io;
-use std::net::TcpStream;
-use std::os::fd::AsRawFd;
+use std::net::{SocketAddr, TcpStream};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::time::Duration;
 
 use rustix::net::sockopt as socket_options;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, connect, socket_with};
 
 /// First bytes that the connecting side sends.
 pub(super) const MAGIC: [u8; 16] = *b"vnet-rdma-bytes1";
@@ -57,6 +58,21 @@ impl Segments {
 /// TCP user timeout (RFC 5482), well below the time after which the engine declares a peer dead.
 pub(super) fn user_timeout(dead_after_ns: u64) -> Duration {
     USER_TIMEOUT_MAX.min(Duration::from_nanos(dead_after_ns) / 3)
+}
+
+/// A socket of the address's family that never blocks.
+pub(super) fn new_socket(address: SocketAddr) -> io::Result<OwnedFd> {
+    let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+    Ok(socket_with(family, SocketType::STREAM, flags, None)?)
+}
+
+/// Starts to connect a socket. It is connected when it becomes writable.
+pub(super) fn start_connect(socket: OwnedFd, address: SocketAddr) -> io::Result<TcpStream> {
+    match connect(&socket, &address) {
+        Ok(()) | Err(rustix::io::Errno::INPROGRESS) => Ok(socket.into()),
+        Err(error) => Err(error.into()),
+    }
 }
 
 /// Sets the TCP user timeout and keepalive, so that the kernel also closes an idle connection whose path is dead.

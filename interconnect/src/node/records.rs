@@ -51,7 +51,7 @@ impl Records {
     ///
     /// # Errors
     /// The length is impossible; close the connection.
-    pub fn next_packet(&mut self) -> Result<Option<&[u8]>, TooLong> {
+    pub fn next_packet(&mut self) -> Result<Option<&mut [u8]>, TooLong> {
         let Some(length) = self.length() else { return Ok(None) };
         if length > LOCAL_PACKET_MAX {
             return Err(TooLong);
@@ -61,7 +61,7 @@ impl Records {
             return Ok(None);
         }
         self.taken = end;
-        Ok(Some(&self.buffer[begin..end]))
+        Ok(Some(&mut self.buffer[begin..end]))
     }
 
     /// Length field of the next record.
