@@ -125,7 +125,7 @@ unit-build:
 
 .PHONY: unit-tests
 unit-tests: unit-build ## Run the unit and integration tests, with lints as errors.
-	$(LINTED) $(PROGRAMS) VNETD=$(CURDIR)/target/debug/vnetd timeout $(UNIT_TESTS_S) cargo test --quiet --locked --workspace
+	$(LINTED) $(PROGRAMS) VNETD=$(CURDIR)/target/debug/vnetd timeout $(UNIT_TESTS_S) cargo test --quiet --locked --workspace --no-fail-fast
 
 .PHONY: documentation
 documentation: ## Build the crates' documentation, with rustdoc warnings as errors.
@@ -139,6 +139,7 @@ format-check: .venv/made ## Check formatting, and lints that need no build.
 
 .PHONY: end-to-end
 end-to-end: .venv/made ## Run the end-to-end tests against the release build.
+	cargo build --release --locked --package vnet --example sockets
 	.ci/end-to-end
 
 PROOF ?=

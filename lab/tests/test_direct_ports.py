@@ -187,20 +187,23 @@ def test_a_machine_that_ends_withdraws_its_port(topology: Topology):
 
 
 def test_sealed_links_have_direct_ports():
-    """Frames of sealed links take the ports, too; they are decrypted in vnetd's memory."""
+    """Frames of both networks take the ports on sealed links, too; they are decrypted in vnetd's memory."""
     name = f"{NAME}-sealed"
     lab.down(name)
     try:
-        topology = bring_up(Settings(name=name, containers=0, vms=1, sealed=True))
+        topology = bring_up(Settings(name=name, containers=0, vms=2, sealed=True, store=True))
         wait_until_used(topology)
-        (one, other), host = pairs(topology)[0], topology.hosts[1]
+        host = topology.hosts[1]
         nft = ["ip", "netns", "exec", host.namespace, "nft"]
         run([*nft, "add table inet count; add chain inet count in { type filter hook input priority 0; }"])
-        run([*nft, f"add rule inet count in udp dport {numbers(host)[0]} counter"])
-        assert_fetched(other, one)
-        assert ping(one, other.address, count=20) == (20, 20)
-        packets = int(re.search(r"counter packets (\d+)", run([*nft, "list", "table", "inet", "count"]))[1])
-        assert packets > 50, "the file came by the port"
+        for number in numbers(host):
+            run([*nft, f"add rule inet count in udp dport {number} counter"])
+        for (one, other), number in zip(pairs(topology), numbers(host), strict=True):
+            assert_fetched(other, one)
+            assert ping(one, other.address, count=20) == (20, 20)
+            counted = run([*nft, "list", "table", "inet", "count"])
+            packets = int(re.search(rf"dport {number} counter packets (\d+)", counted)[1])
+            assert packets > 50, "the file came by the port"
         assert landed(topology, host) == 0
         assert_balanced(topology)
     finally:

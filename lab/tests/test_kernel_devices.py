@@ -108,8 +108,13 @@ def test_what_is_lost_after_the_verdict_is_the_devices(hosts: Pair):
         assert port["out_frames"] - out >= 100, "handed over"
         # The bucket and its queue hold seven.
         assert 80 <= lost(host.namespace, "eth0") - before <= 100 + 20
-        shown = run(["tc", "-n", host.namespace, "-statistics", "-json", "qdisc", "show", "dev", "eth0"])
-        assert json.loads(shown)[0]["drops"] == lost(host.namespace, "eth0") - before
+        shown = ["tc", "-n", host.namespace, "-statistics", "-json", "qdisc", "show", "dev", "eth0"]
+
+        def agree() -> bool:
+            """Probes of the link are lost, too, also between the two counters."""
+            return json.loads(run(shown))[0]["drops"] == lost(host.namespace, "eth0") - before
+
+        wait_until("the counters' agreement", agree, 60)
     finally:
         run(["tc", "-n", host.namespace, "qdisc", "del", "dev", "eth0", "root"])
     hosts.wait_for_wire()

@@ -52,6 +52,13 @@ def test_the_package_has_what_it_promises(packages: Path):
         "/usr/share/zsh/vendor-completions/_vnet",
         "/usr/share/fish/vendor_completions.d/vnet.fish",
         "/usr/share/doc/vnet/examples/vnet.toml",
+        # The interconnect: for programs in C, for MPI, for virtual machines.
+        "/usr/include/vnet_rdma.h",
+        "/usr/lib/libvnet_rdma.so",
+        "/usr/lib/libfabric/libvnet-fi.so",
+        "/usr/bin/vnet-rdma-perf",
+        "/usr/sbin/vnet-rdma-guest",
+        "/usr/share/vnet/wireshark/vnet.lua",
     }, listed
     assert not any(name.startswith("/etc") for name in files), listed
 

@@ -148,15 +148,14 @@ def boot_image(topology: Topology) -> Image | None:
         raise LabError("mpirun is not installed (Debian package openmpi-bin): run 'make packages'")
     if not topology.machines(Kind.VM):
         return None
-    if topology.settings.rdma:
-        return ensure_image(CACHE, with_rdma(), topology.state)
+    recipe = with_rdma() if topology.settings.rdma else GUEST
     if not topology.settings.mpi:
-        return ensure_image(CACHE)
+        return ensure_image(CACHE, recipe, topology.state) if topology.settings.rdma else ensure_image(CACHE)
     # The image changes with every build of the provider, so it goes with the lab.
     provider = daemon.binaries() / daemon.PROVIDER
     if not provider.exists():
         raise LabError(f"{provider} does not exist: run 'make build'")
-    return ensure_image(CACHE, with_open_mpi(GUEST, provider), topology.state)
+    return ensure_image(CACHE, with_open_mpi(recipe, provider), topology.state)
 
 
 def _boot(topology: Topology, guests: list[Node], image: Image) -> None:

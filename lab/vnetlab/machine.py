@@ -53,6 +53,19 @@ def send(node: Node, path: Path) -> None:
     execute(node, f"gunzip -c {there}.gz >{there} && chmod 755 {there} && rm {there}.gz", timeout_s=PIECE_S)
 
 
+def share(host: Node, path: Path) -> None:
+    """Copies a file of this machine, with its mode, to the same path on a host's machine if that is another one."""
+    place = remote.machine_of(host.namespace)
+    if not place:
+        return
+    there, mode = shlex.quote(str(path)), f"{path.stat().st_mode & 0o777:o}"
+    text = f"mkdir -p {shlex.quote(str(path.parent))} && umask 077 && cat >{there} && chmod {mode} {there}"
+    done = subprocess.run(remote.ssh(place, text), check=False, input=path.read_bytes(), capture_output=True)
+    if done.returncode:
+        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        raise LabError(f"{path} was not copied to {place.destination}: {' '.join(last)}")
+
+
 def read(node: Node, path: Path) -> str:
     """The text of a node's file; empty if there is none."""
     return execute(node, f"cat {path} 2>/dev/null || true")

@@ -1,8 +1,9 @@
 """Hosts of a lab on other machines, reached by ssh.
 
 Every command that the lab runs for a host names the host's namespace, or that of one of its containers: that decides on
-which machine the command runs. There, each host is a namespace with a macvlan of the machine's device, so all that
-happens in a host's namespace is the same here and there. Files of a host have the same path on its machine.
+which machine the command runs. There, each host is a namespace with a macvlan of the machine's device, or the device
+itself, so all that happens in a host's namespace is the same here and there. Files of a host have the same path on its
+machine.
 """
 
 import contextlib
@@ -12,6 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 OPTIONS = ("-A", "-o", "BatchMode=yes", "-o", "ControlMaster=auto", "-o", "ControlPath=~/.ssh/vnet-lab-%C")
+ALIVE = ("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
+"""A machine that is silent for a minute is given up."""
 PERSIST = ("-o", "ControlPersist=60")
 """One connection for all commands to a machine. The agent is forwarded: Open MPI starts ranks from there elsewhere."""
 NAMESPACE = re.compile(r"([a-z][a-z0-9-]*)-h(\d+)(?:c\d+)?")
@@ -25,6 +28,8 @@ class Machine:
     """Where ssh connects to, as root."""
     device: str
     """The network device of the underlay."""
+    own: bool = False
+    """The host takes the device itself, as nobody else needs it: a virtual function of an adapter, a second adapter."""
 
 
 _machines: dict[str, tuple[Machine, ...]] = {}
@@ -55,7 +60,7 @@ def machine_of(namespace: str) -> Machine | None:
 
 def ssh(machine: Machine, text: str) -> list[str]:
     """Words that run a shell command on a machine."""
-    return ["ssh", *OPTIONS, *PERSIST, machine.destination, text]
+    return ["ssh", *OPTIONS, *ALIVE, *PERSIST, machine.destination, text]
 
 
 def wrap(command: Sequence[str]) -> list[str]:
@@ -72,9 +77,14 @@ def supervised(command: Sequence[str], environment: Mapping[str, str]) -> list[s
     machine = _place(command)
     if not machine:
         return None
-    words = ["env", *(f"{name}={value}" for name, value in environment.items()), *command]
-    watched = "(cat <&3 >/dev/null; kill $pid 2>/dev/null)"
-    return ssh(machine, f"exec 3<&0; {shlex.join(words)} & pid=$!; {watched} & wait $pid; kill $! 2>/dev/null")
+    return ssh(machine, watched(["env", *(f"{name}={value}" for name, value in environment.items()), *command]))
+
+
+def watched(command: Sequence[str]) -> str:
+    """A shell command that runs `command`, tells it to end when standard input ends, and exits with its status."""
+    watching = "(cat <&3 >/dev/null; kill $pid 2>/dev/null)"
+    end = "wait $pid; status=$?; kill $! 2>/dev/null; exit $status"
+    return f"exec 3<&0; {shlex.join(command)} & pid=$!; {watching} & {end}"
 
 
 def _place(command: Sequence[str]) -> Machine | None:

@@ -15,7 +15,7 @@ from vnetlab import daemon, lab, measure
 from vnetlab.run import LabError
 from vnetlab.topology import Kind, Node, Topology
 
-SIZES = (56, 256, 1024, 4096)
+SIZES = (56, 256, 1024, 2048, 4096)
 ROUNDS = 10
 PINGS = 200
 SETTINGS = {

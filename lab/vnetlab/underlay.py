@@ -73,12 +73,18 @@ def add_namespace(name: str) -> None:
 
 def delete_namespaces(lab: str) -> None:
     """Removes all namespaces of a lab, with the devices in them."""
-    for name in sorted(owned(lab)):
-        run(["ip", "netns", "delete", name])
+    for number, place in enumerate(remote.machines_of(lab), 1):
+        if place.own:
+            # Into the namespace of the shell. The device is not in the host's if the lab never came that far.
+            host = f"ip -n {lab}-h{number} link"
+            back = f"{host} set eth0 down name {place.device} netns $$"
+            run(remote.ssh(place, f"if {host} show eth0 >/dev/null 2>&1; then {back}; fi"))
     for place in remote.machines_of(lab):
         names = [name for name in run(remote.ssh(place, "ls /run/netns 2>/dev/null || true")).split() if _of(lab, name)]
         run(remote.ssh(place, "; ".join(["true", *(f"ip netns delete {name}" for name in names)])))
         run(remote.ssh(place, f"test ! -d {STATE / lab} || find {STATE / lab} -mindepth 1 ! -name lock -delete"))
+    for name in sorted(owned(lab)):
+        run(["ip", "netns", "delete", name])
 
 
 def owned(lab: str) -> set[str]:
@@ -103,9 +109,11 @@ def _add_switch(topology: Topology) -> None:
 
 
 def _add_device(host: Node, place: Machine, topology: Topology) -> None:
-    """Gives a host on another machine a macvlan of that machine's device, and a folder for its files."""
-    device = f"link {place.device} name eth0 mtu {topology.settings.underlay_mtu}"
-    link = f"ip link add {device} netns {host.namespace} type macvlan mode bridge"
+    """Gives a host on another machine a macvlan of that machine's device or the device, and a folder for its files."""
+    there = f"mtu {topology.settings.underlay_mtu} netns {host.namespace}"
+    link = f"ip link add link {place.device} name eth0 {there} type macvlan mode bridge"
+    if place.own:
+        link = f"ip link set {place.device} {there} name eth0"
     run(remote.ssh(place, f"mkdir -p {topology.state} && {link}"))
 
 

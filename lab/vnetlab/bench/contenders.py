@@ -215,6 +215,9 @@ class Tinc:
                         shutil.copy(own, folder / "hosts" / host.name)
             for end in ends:
                 folder = folders[end.name]
+                for path in folder.rglob("*"):
+                    if path.is_file():
+                        machine.share(end, path)
                 pid = folder / "tinc.pid"
                 _start(end, "tinc", ["tincd", "--config", str(folder), "--no-detach", "--pidfile", str(pid)])
                 _address(end, "tinc0", mtu)

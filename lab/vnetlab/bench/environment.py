@@ -13,7 +13,10 @@ SOURCES = (
     *("Cargo.toml", "Cargo.lock", "vnet", "vnet-control", "vnetd", "vnet-cli", "interconnect", "fabric"),
     *("lab/workloads", "lab/vnetlab"),
     # Modules that only write and draw reports.
-    *(f":(exclude)lab/vnetlab/evaluate/{name}.py" for name in ("bars", "papers", "reasons", "report")),
+    *(
+        f":(exclude)lab/vnetlab/evaluate/{name}.py"
+        for name in ("bars", "entries", "papers", "ratios", "reasons", "report")
+    ),
     *(f":(exclude)lab/vnetlab/bench/{name}.py" for name in ("bars", "plot", "report")),
 )
 """What figures depend on: sources of the measured programs, and what measures them. Pathspecs of git."""

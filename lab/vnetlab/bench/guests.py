@@ -59,29 +59,33 @@ class TapGuests:
 
     @contextlib.contextmanager
     def up(self, topology: Topology) -> Iterator[Ends]:
-        """Creates devices and runs a virtual machine on each host."""
+        """Creates devices and runs the virtual machines."""
         mtu = topology.settings.underlay_mtu - VXLAN_HEADERS
         topology = Topology(replace(topology.settings, mtu=mtu))
         image = ensure_image(lab.CACHE, self.recipe)
         with _guests(topology) as stack:
             guests, hosts = topology.machines(Kind.VM), topology.hosts
-            for machine, host, peer in zip(guests, hosts, reversed(hosts), strict=True):
-                self._devices(machine, host, peer, mtu, stack)
-                netdev = ["-netdev", "tap,id=net,ifname=tap,script=no,downscript=no"]
+            for host, peer in zip(hosts, reversed(hosts), strict=True):
+                for name in ("vxlan", "bridge"):
+                    stack.callback(remove_device, host.namespace, name)
+                vxlan(host, peer, mtu)
+                bridge(host, mtu)
+            for machine in guests:
+                host = hosts[machine.host - 1]
+                tap = self._tap(machine, host, mtu, stack)
                 stack.callback(process.stop, machine.file(".pid"))
+                netdev = ["-netdev", f"tap,id=net,ifname={tap},script=no,downscript=no"]
                 words = guest.command(topology, machine, image, netdev, msix=True)
                 guest.launch(machine, ["ip", "netns", "exec", host.namespace, *words])
             yield _ready(guests, {})
 
-    def _devices(self, machine: Node, host: Node, peer: Node, mtu: int, stack: contextlib.ExitStack) -> None:
-        """Creates a host's VXLAN device, bridge and tap."""
-        for name in ("vxlan", "bridge", "tap"):
-            stack.callback(remove_device, host.namespace, name)
-        vxlan(host, peer, mtu)
-        bridge(host, mtu)
-        run(f"ip -n {host.namespace} tuntap add tap mode tap vnet_hdr".split())
-        run(f"ip -n {host.namespace} link set tap mtu {mtu} master bridge up".split())
-        machine.file(".log").unlink(missing_ok=True)
+    def _tap(self, machine: Node, host: Node, mtu: int, stack: contextlib.ExitStack) -> str:
+        """Creates a machine's tap in its host's bridge; returns the device's name."""
+        tap = f"tap-{machine.name}"
+        stack.callback(remove_device, host.namespace, tap)
+        run(f"ip -n {host.namespace} tuntap add {tap} mode tap vnet_hdr".split())
+        run(f"ip -n {host.namespace} link set {tap} mtu {mtu} master bridge up".split())
+        return tap
 
 
 @contextlib.contextmanager

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 WIDTH_INCHES = 9
 HEIGHT_INCHES = 3.2
+LABEL_MAX, LABEL_INCHES = 70, 0.16
+"""Longest label of a legend beside a plot, in characters, and the height of one below it."""
 FORMATS = ("svg", "png")
 STYLES = ("solid", "dashed", "dotted", "dashdot")
 """Styles of lines, by conditions other than the axis."""
@@ -54,7 +56,13 @@ def draw(result: Result, title: str, metrics: tuple[str, ...], axis: str, folder
         row.set_ylim(0, 1.1 * row.get_ylim()[1])
         row.set_title(METRICS[metric].title)
         row.grid(axis="y", alpha=0.3)
-    rows[0, 0].legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
+    handles, labels = rows[0, 0].get_legend_handles_labels()
+    if max(map(len, labels), default=0) > LABEL_MAX:
+        # Beside the plots, long labels would leave no room for them.
+        figure.set_size_inches(WIDTH_INCHES, size[1] + LABEL_INCHES * len(labels))
+        figure.legend(handles, labels, fontsize="x-small", loc="outside lower left")
+    else:
+        rows[0, 0].legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
     figure.suptitle(title + (" (quick run: not for reading)" if result.quick else ""))
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{result.bench}.{kind}" for kind in FORMATS]

@@ -265,7 +265,12 @@ class Result:
     @classmethod
     def read(cls, path: Path) -> Self:
         """Reads a file written by `write`."""
-        text = json.loads(path.read_text())
+        return cls.parse(path.read_text())
+
+    @classmethod
+    def parse(cls, content: str) -> Self:
+        """The result in such a file's text."""
+        text = json.loads(content)
         fields = ("conditions", "contender", "metric", "values")
         series = [Series(**{name: entry[name] for name in fields}) for entry in text.pop("series")]
         failures = [Failure(**entry) for entry in text.pop("failures")]

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from vnetlab import daemon, process
+from vnetlab import daemon, process, remote
 from vnetlab.bench import environment, usage
 from vnetlab.bench.contenders import Vnet, absent, running
 from vnetlab.bench.result import Sample
@@ -326,7 +326,8 @@ def bare_transfer(topology: Topology, seconds: float) -> tuple[dict, usage.Usage
     pid, log = topology.state / "sockets.pid", topology.state / "sockets.log"
     try:
         with spawn([*inside[destination], "take", *where, seconds]) as taking:
-            time.sleep(0.5)
+            bound = ["ip", "netns", "exec", destination.namespace, "ss", "-Hlun", f"sport = :{PORT}"]
+            wait_until("the bare sockets' receiver", lambda: run(bound).strip(), 20)
             with usage.split() as work:
                 process.start([str(word) for word in (*inside[source], "send", *where, seconds + 1)], pid, log)
                 # The receiver exits after its report, so its CPU time cannot be read.
@@ -420,8 +421,8 @@ def _remove(*paths: Path) -> None:
 
 @contextlib.contextmanager
 def spawn(words: list[object]) -> Iterator[subprocess.Popen[str]]:
-    """Runs a program and captures its output; kills it at the end of the context."""
-    command = [str(word) for word in words]
+    """Runs a program on its namespace's machine and captures its output; kills it at the end of the context."""
+    command = remote.wrap([str(word) for word in words])
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         try:
             yield child

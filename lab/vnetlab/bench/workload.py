@@ -19,6 +19,9 @@ VCPU = "CPU "
 """Name prefix of QEMU's vCPU threads."""
 PING_INTERVAL_S = 0.001
 RANKS = {"median": 0.5, "p99": 0.99, "p99.9": 0.999}
+FRAGMENTS = re.compile(r"^FRAG: .*memory 0$", re.MULTILINE)
+"""No fragments wait in a network namespace."""
+EXPIRE_S = 60
 SOCKPERF_RANK = re.compile(r"percentile (\d+\.\d+) =\s+([\d.]+)")
 
 
@@ -31,12 +34,22 @@ def tcp(ends: Ends, seconds: float) -> Sample:
 def udp(ends: Ends, seconds: float) -> Sample:
     """One UDP stream at full rate per write size; counts the datagrams that arrive."""
     meet(ends)
+    _wait_for_fragments(ends.destination)
     sample: Sample = {}
     with usage.measured(ends.processes) as used:
         for size in UDP_WRITES:
             words = ("--udp", "--bitrate", "0", "--length", str(size))
             sample[f"udp_{size}_bps"] = measure.throughput(ends.source, ends.destination, *words, seconds=seconds)
     return sample | used.sample()
+
+
+def _wait_for_fragments(node: Node) -> None:
+    """Waits until no fragments are left of datagrams that lost others.
+
+    For 30 s they fill the memory in which whole datagrams are put together, also those of the path measured before.
+    """
+    what = f"fragments at {node.name} to expire"
+    wait_until(what, lambda: FRAGMENTS.search(machine.execute(node, "cat /proc/net/sockstat")), EXPIRE_S)
 
 
 def rtt(ends: Ends, seconds: float) -> Sample:

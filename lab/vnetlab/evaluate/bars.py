@@ -161,7 +161,7 @@ BARS = (
         for name, experiment, metrics, _ in APPLICATIONS
     ),
     Bar(
-        "advective application, 2 ranks, inter: computing / native",
+        "advective application, 2 ranks, inter: computing at most 2 % more / native",
         "scaling",
         (Ratio("compute_s", VNETS, NATIVE.name, _TWO),),
         at_most=1.02,

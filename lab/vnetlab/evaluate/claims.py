@@ -96,7 +96,7 @@ class Claim:
         return self._range(*found) if found else "not measured"
 
     def verdict(self, result: Result | None) -> str:
-        """One sentence: in how many cases the figures agree, and if in none, why."""
+        """One sentence: in how many cases the figures agree, and why others do not."""
         found = self.all_measured(result)
         if not found:
             return "Not measured under these conditions."
@@ -111,10 +111,14 @@ class Claim:
             parts = [f"{count} {word}" for count, word in ((better, "better"), (worse, "worse")) if count]
             agreeing = len(found) - less - more
             begin = f"Agrees in {agreeing} of {len(found)} cases" if agreeing else f"Agrees in no case of {len(found)}"
-            return f"{begin}: {' and '.join(parts)}."
-        better = bool(more) == METRICS[self.metric].higher_is_better
-        # The contender that deviates most from the paper gives the reason.
-        name = (high if more else low).contender
+            return f"{begin}: {' and '.join(parts)}. {self._why(low, high)}"
+        return self._why(low, high)
+
+    def _why(self, low: Measured, high: Measured) -> str:
+        """Why the case differs that deviates most from the paper, of the smallest and the largest ratio."""
+        is_more = high.ratio - self.high > self.low - low.ratio
+        better = is_more == METRICS[self.metric].higher_is_better
+        name = (high if is_more else low).contender
         reason = (self.better if better else self.worse)[name]
         path = f" with {name}" * (len(self.ours) > 1)
         return f"{'Better' if better else 'Worse'} here{path}: {reason}."

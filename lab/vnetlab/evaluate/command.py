@@ -6,16 +6,15 @@ import shutil
 from functools import partial
 from pathlib import Path
 
-from vnetlab import daemon, remote, workloads
+from vnetlab import remote, workloads
 from vnetlab.bench import plot, runner
 from vnetlab.bench.case import MTUS
 from vnetlab.bench.result import Result
-from vnetlab.evaluate import papers, ranks, report, store
+from vnetlab.evaluate import elsewhere, papers, ranks, report, store
 from vnetlab.evaluate.applications import KERNELS
 from vnetlab.evaluate.experiments import EXPERIMENTS
 from vnetlab.evaluate.options import LAB, EvaluateOptions, Experiment
-from vnetlab.remote import Machine
-from vnetlab.run import LabError, progress, run
+from vnetlab.run import LabError, progress
 from vnetlab.topology import Wire
 
 ALL = "all"
@@ -62,7 +61,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--native-hosts",
         type=Path,
         metavar="FILE",
-        help="run on other machines over ssh: a line 'DESTINATION DEVICE' for each host",
+        help=f"run on other machines over ssh: a line 'DESTINATION DEVICE' for each host, with the word "
+        f"'{elsewhere.OWN}' if it takes the device itself; the first machine runs what needs one machine",
     )
     parser.add_argument("--long", action="store_true", help="the stream whose variation is measured takes an hour")
     parser.add_argument(
@@ -92,31 +92,79 @@ def command(arguments: argparse.Namespace) -> None:
         raise LabError("figures of other machines are not published: leave out --native-hosts or --publish")
     kept = arguments.results or store.folder(chosen)
     names = [arguments.what] if arguments.what in EXPERIMENTS else papers.experiments(arguments.what)
-    if chosen.machines:
-        names = _possible(names, chosen)
     if not names:
         _explain(arguments.what)
         return
     plot.library()  # Check for it now, not after hours of measurements.
-    if arguments.fresh:
-        store.clear(kept)
-    work = [_begin(EXPERIMENTS[name], chosen, arguments, kept) for name in names]
-    remaining = store.Remaining(work, chosen)
     progress(f"building {workloads.SOURCES.name}")
     ranks.build()
+    elsewhere.check(chosen.machines)
+    try:
+        _run(names, chosen, arguments, kept)
+    except LabError:
+        _report(kept)
+        raise
+    _report(kept)
+    if arguments.publish:
+        _publish(kept, names)
+
+
+def _run(names: list[str], chosen: EvaluateOptions, arguments: argparse.Namespace, kept: Path) -> None:
+    """Runs experiments where the options say."""
+    alone = [name for name in names if chosen.machines and not EXPERIMENTS[name].anywhere]
+    spread = [name for name in names if name not in alone]
+    # Before anything is discarded.
+    if chosen.machines and spread:
+        _check(spread, chosen)
+    if arguments.fresh:
+        store.clear(kept, EXPERIMENTS)
+        for place in chosen.machines[:1]:
+            elsewhere.discard(alone, place, kept)
+    _measure(spread, chosen, arguments, kept)
+    for name in alone:
+        elsewhere.measure(name, chosen.machines[0], _words(arguments), kept)
+
+
+def _report(kept: Path) -> None:
+    """Writes the report of what has been measured, if anything has."""
+    if report.stored(kept):
+        for path in report.write(kept):
+            progress(f"written: {path}")
+
+
+def _measure(names: list[str], chosen: EvaluateOptions, arguments: argparse.Namespace, kept: Path) -> None:
+    """Measures experiments whose hosts are namespaces here, or on several machines."""
+    if not names:
+        return
+    work = [_begin(EXPERIMENTS[name], chosen, arguments, kept) for name in names]
+    remaining = store.Remaining(work, chosen)
     progress(f"{len(work)} experiments, {remaining}")
     with runner.alone(arguments.name), remote.hosts_on(arguments.name, chosen.machines):
-        _check(chosen.machines)
         for experiment, result in work:
             path = kept / f"{experiment.name}.json"
             try:
                 runner.run(experiment, experiment.chosen(chosen), result, partial(remaining.measured, result, path))
             finally:
                 result.write(path)
-    for path in report.write(kept):
-        progress(f"written: {path}")
-    if arguments.publish:
-        _publish(kept, names)
+
+
+def _check(names: list[str], chosen: EvaluateOptions) -> None:
+    """Raises LabError if these experiments cannot run on the options' machines."""
+    if any(wire != Wire.NONE for wire in chosen.wires):
+        raise LabError("the wires between other machines are theirs: choose --wire none")
+    if len(chosen.machines) < 2:
+        raise LabError(f"{', '.join(names)}: two machines at least, a line for each")
+
+
+def _words(arguments: argparse.Namespace) -> list[str]:
+    """The options with which another machine runs an experiment alone."""
+    words = ["--name", arguments.name]
+    words += [f"--{name}" for name in ("quick", "long") if getattr(arguments, name)]
+    words += ["--class", arguments.size] if arguments.size else []
+    words += ["--repeat", str(arguments.repeat)] if arguments.repeat else []
+    for name in ("wire", "mtu", "kernel", "contender"):
+        words += [word for value in getattr(arguments, name) or () for word in (f"--{name}", str(value))]
+    return words
 
 
 def _begin(
@@ -127,44 +175,9 @@ def _begin(
     return experiment, store.begin(experiment, chosen, rounds, kept)
 
 
-def machines(path: Path) -> tuple[Machine, ...]:
-    """The machines of a file: where ssh connects to, and the underlay's device."""
-    try:
-        lines = [line.partition("#")[0].split() for line in path.read_text().splitlines()]
-    except OSError as error:
-        raise LabError(f"{path} cannot be read: {error}") from error
-    found = [line for line in lines if line]
-    if len(found) < 2 or any(len(line) != 2 for line in found):
-        raise LabError(f"{path}: write a line 'DESTINATION DEVICE' for each of at least two machines")
-    return tuple(Machine(*line) for line in found)
-
-
-def _possible(names: list[str], chosen: EvaluateOptions) -> list[str]:
-    """The experiments that other machines can run."""
-    for name in names:
-        if not EXPERIMENTS[name].anywhere:
-            progress(f"{name} is left out: it needs hosts on this machine")
-    if any(wire != Wire.NONE for wire in chosen.wires):
-        raise LabError("the wires between other machines are theirs: choose --wire none")
-    return [name for name in names if EXPERIMENTS[name].anywhere]
-
-
-def _check(others: tuple[Machine, ...]) -> None:
-    """Raises LabError if a machine cannot be reached or lacks the programs."""
-    wanted = [daemon.binaries() / "vnetd", ranks.PROGRAMS / "cg-mpi"]
-    for each in others:
-        run(remote.ssh(each, "true"))
-        try:
-            run(remote.ssh(each, " && ".join(f"test -x {path}" for path in wanted)))
-        except LabError as error:
-            here = daemon.REPOSITORY
-            advice = f"copy this checkout with its builds: rsync -a {here}/ {each.destination}:{here}/"
-            raise LabError(f"{each.destination} has no {' or no '.join(map(str, wanted))}: {advice}") from error
-
-
 def _options(arguments: argparse.Namespace) -> EvaluateOptions:
     quick = arguments.quick
-    others = machines(arguments.native_hosts) if arguments.native_hosts else ()
+    others = elsewhere.machines(arguments.native_hosts) if arguments.native_hosts else ()
     usual = MTUS[:1] if quick or others else ()
     return EvaluateOptions(
         quick=quick,

@@ -1,26 +1,31 @@
-"""Experiments with virtual machines: Open MPI between them, early notifications, and which part of vnet buys what."""
+"""Experiments with virtual machines: applications and messages, early notifications, which part of vnet buys what."""
 
 import contextlib
+import shutil
 import statistics
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from vnetlab import daemon, guest, timeline
-from vnetlab.bench import latency, workload
+from vnetlab.bench import latency, mpi, workload
 from vnetlab.bench.case import Case, Turn
-from vnetlab.bench.contenders import Contender, Ends, Vnet
+from vnetlab.bench.contenders import Contender, Ends, Vnet, absent
 from vnetlab.bench.guests import TapGuests, VnetGuests
 from vnetlab.bench.result import EARLY_BYTES, STEPS, Conditions, Sample
-from vnetlab.evaluate import ranks
+from vnetlab.evaluate import network, ranks
 from vnetlab.evaluate.applications import KERNELS
-from vnetlab.evaluate.options import EvaluateOptions, case
+from vnetlab.evaluate.options import EvaluateOptions, Load, case, simple
 from vnetlab.image import GUEST, Recipe, with_open_mpi
 from vnetlab.topology import Kind, Settings, Topology, Wire
 
 EMULATED_KERNELS = ("is", "ep", "cg", "mg")
 EMULATED_SIZE = "S"
 """Without KVM, longer kernels and larger classes would measure the emulator only."""
+ADVECT, NETPIPE = "advect", "NPopenmpi"
+MESSAGE_BYTES = (64, 16_384, 262_144)
+"""Sizes of MPI messages between virtual machines."""
 OFF, EARLY_ALWAYS, EARLY_DEFAULT = "no early notification", "early, always", "early from 2 048 bytes"
 ALWAYS = {"interrupts": "optimistic", "early_bytes": 0}
 DENSITIES = ((0, 0), (0, 4_294_967_295), (1_000_000, 100_000_000), (500_000_000, 1_000_000_000))
@@ -65,9 +70,10 @@ def chosen(options: EvaluateOptions) -> tuple[str, tuple[str, ...]]:
     return size, options.kernels or (usual[:1] if options.quick else usual)
 
 
-def _recipe(kernels: tuple[str, ...]) -> Recipe:
-    """The guests' image with Open MPI and these kernels."""
-    programs = tuple(ranks.PROGRAMS / f"{kernel}-mpi" for kernel in kernels)
+def _recipe(programs: tuple[Path, ...]) -> Recipe:
+    """The guests' image with Open MPI and these programs; without any the usual image."""
+    if not programs:
+        return GUEST
     recipe = with_open_mpi(replace(GUEST, programs=programs))
     # A rank of FT in class A has 300 MB of fields.
     return replace(recipe, memory="1G") if _kvm() else recipe
@@ -79,22 +85,23 @@ def _kvm() -> bool:
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """Virtual machines that can run MPI programs."""
+class Guests:
+    """Virtual machines with some MPI programs."""
 
     name: str
     vnet: Vnet | None = None
     """None: QEMU's tap, a bridge, and kernel VXLAN."""
-    kernels: tuple[str, ...] = EMULATED_KERNELS
-    """The programs in their image."""
+    programs: tuple[Path, ...] = ()
+    """The programs in their image, with Open MPI; empty: neither."""
 
-    def missing(self) -> None:
-        """None: it needs only what the lab needs."""
+    def missing(self) -> str | None:
+        """The reason if NetPIPE is to be in their image, and is not installed."""
+        return absent(NETPIPE, "netpipe-openmpi") if any(path.name == NETPIPE for path in self.programs) else None
 
     @contextlib.contextmanager
     def up(self, topology: Topology) -> Iterator[Ends]:
-        """Boots the machines, and starts a shell for Open MPI in each."""
-        recipe = _recipe(self.kernels)
+        """Boots the machines, and starts a shell for Open MPI in those at both ends."""
+        recipe = _recipe(self.programs)
         guests = VnetGuests(self.vnet, recipe) if self.vnet else TapGuests(recipe=recipe)
         with guests.up(topology) as ends:
             for each in (ends.source, ends.destination):
@@ -103,19 +110,56 @@ class Ranks:
 
 
 def machines(options: EvaluateOptions) -> list[Case]:
-    """Kernels by MPI between two virtual machines."""
+    """Between virtual machines: kernels by MPI, MPI messages, round trips and a stream, streams in pairs at once."""
     size, kernels = chosen(options)
-    tap = Ranks("virtual machines on tap and bridge", None, kernels)
-    vnet = Ranks("virtual machines on vnet", Vnet(), kernels)
-    cases = []
-    for kernel in kernels:
+    applications = kernels if options.kernels or options.quick else (*kernels, ADVECT)
+    programs = tuple(ranks.PROGRAMS / f"{name}-mpi" for name in applications)
+    cases = [
+        _between_guests(
+            options, {"kernel": name.upper(), "class": size, "ranks": 2}, _application(name, size), programs
+        )
+        for name in applications
+    ]
+    if options.kernels:
+        return cases
+    netpipe = (Path(shutil.which(NETPIPE) or NETPIPE),)
+    cases += [
+        _between_guests(options, {"bytes": count}, simple(lambda ends, count=count: mpi.messages(ends, count)), netpipe)
+        for count in (MESSAGE_BYTES[:1] if options.quick else MESSAGE_BYTES)
+    ]
+    cases += [
+        _between_guests(options, {"pairs": pairs}, network.at_once(options, pairs), machines=pairs)
+        for pairs in network.PAIRS[: 1 if options.quick else None]
+    ]
+    return [*cases, _between_guests(options, {"between": "one pair"}, simple(lambda ends: _round_trips(options, ends)))]
 
-        def load(topology: Topology, ends: Ends, _kind: Contender, kernel: str = kernel) -> Sample:
-            return ranks.measure(topology, ends, kernel, [size], [0, 1])
 
-        conditions = {"kernel": kernel.upper(), "class": size, "ranks": 2}
-        cases.append(case(conditions, _settings(options), (tap, vnet), load))
-    return cases
+def _between_guests(
+    options: EvaluateOptions,
+    conditions: Conditions,
+    load: Load,
+    programs: tuple[Path, ...] = (),
+    machines: int = 1,
+) -> Case:
+    """A case between virtual machines, which have these programs, so many on each host."""
+    tap = Guests("virtual machines on tap and bridge", None, programs)
+    vnet = Guests("virtual machines on vnet", Vnet(), programs)
+    return case(conditions, replace(_settings(options), vms=machines), (tap, vnet), load)
+
+
+def _application(name: str, size: str) -> Load:
+    """A program by MPI with a rank on each of two machines."""
+
+    def load(topology: Topology, ends: Ends, _kind: Contender) -> Sample:
+        return ranks.measure(topology, ends, name, [size], [0, 1])
+
+    return load
+
+
+def _round_trips(options: EvaluateOptions, ends: Ends) -> Sample:
+    """Median round trips by size."""
+    count = 50 if options.quick else PINGS_A_TURN
+    return {f"ping_{size}_us": latency.pings(ends, size, count)["ping_median_us"] for size in EARLY_BYTES}
 
 
 def interrupts(options: EvaluateOptions) -> list[Case]:

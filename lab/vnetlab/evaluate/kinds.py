@@ -88,27 +88,26 @@ STANDS_FOR = {
     DIRECT.name: "VNET's direct mode, and Ethernet frames on the wire as on Kitten: vnetd without encapsulation",
     TINC.name: "a user-level overlay that people use today; for MPI messages only",
 }
-_MPI_THERE = "`mpirun --host A,B --mca btl tcp,self lab/workloads/build/cg-mpi W`"
 ELSEWHERE = (
     Elsewhere(
         "virtual machines on tap and bridge",
         "full virtualization (VMware), paravirtualization (Xen)",
         "without KVM the emulator's speed hides that of the data path: emulated guests are compared with each other "
         "only",
-        "`lab/lab evaluate machines --contender tap` on a machine with KVM, which the lab then uses, with `--class` "
-        "and `--kernel` as for containers",
+        "`lab/lab evaluate machines --contender tap --native-hosts FILE`, whose first line is a machine with KVM, "
+        "which the lab then uses, with `--class` and `--kernel` as for containers",
     ),
     Elsewhere(
         "virtual machines on vnet, vhost-user",
         "VNET/P and VNET/P+ under a machine monitor",
         "the same",
-        "`lab/lab evaluate machines --contender vnet` there",
+        "`lab/lab evaluate machines --contender vnet --native-hosts FILE`",
     ),
     Elsewhere(
         "virtual function of an adapter",
         "IOV (paper 003), passthrough (paper 001)",
         "no adapter with SR-IOV",
-        "on both machines, `echo 1 > /sys/class/net/DEVICE/device/sriov_numvfs` and "
-        f"`ip link set FUNCTION netns NAMESPACE`, then in these namespaces {_MPI_THERE}",
+        "on each of two machines `echo 1 > /sys/class/net/DEVICE/device/sriov_numvfs`, then from one of them "
+        "`lab/lab evaluate all --contender native --native-hosts FILE` with lines `root@MACHINE FUNCTION own`",
     ),
 )

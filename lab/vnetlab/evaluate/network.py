@@ -13,9 +13,9 @@ from vnetlab import daemon, machine, measure, process, remote
 from vnetlab.bench import latency, mpi, usage, vhost, workload
 from vnetlab.bench.case import Case, Turn
 from vnetlab.bench.contenders import Bare, Contender, Ends, Vnet, absent
-from vnetlab.bench.result import TCP_WRITES, Conditions, Sample
+from vnetlab.bench.result import METRICS, TCP_WRITES, Conditions, Sample
 from vnetlab.evaluate.kinds import KINDS, NATIVE, TAP
-from vnetlab.evaluate.options import EvaluateOptions, case
+from vnetlab.evaluate.options import STREAM_SECONDS, EvaluateOptions, Load, case
 from vnetlab.run import LabError, wait_until
 from vnetlab.topology import Kind, Node, Topology
 
@@ -64,13 +64,13 @@ def _need_sockperf() -> None:
 
 def stream_seconds(options: EvaluateOptions) -> list[Conditions]:
     """How long the stream is whose variation is measured: figures of different durations do not mix."""
-    return [{"seconds of TCP": 2 if options.quick else 3_600 if options.long else 30}]
+    return [{STREAM_SECONDS: 2 if options.quick else 3_600 if options.long else 30}]
 
 
 def variation(options: EvaluateOptions, conditions: Conditions, ends: Ends) -> Sample:
     """Pings of 64 bytes, then one TCP stream (paper 001, figure 6)."""
     found = latency.pings(ends, 64, 100 if options.quick else VARIATION_PINGS)
-    return found | latency.stream(ends, int(conditions["seconds of TCP"]))
+    return found | latency.stream(ends, int(conditions[STREAM_SECONDS]))
 
 
 def pings(options: EvaluateOptions, conditions: Conditions, ends: Ends) -> Sample:
@@ -97,19 +97,26 @@ def dispatchers(options: EvaluateOptions) -> list[Case]:
 
 def _pairs(options: EvaluateOptions, under: tuple[str, int], pairs: int, kinds: Iterable[Contender]) -> Case:
     """Pairs of containers at once, on an underlay of this wire and MTU."""
+    wire, mtu = under
+    conditions: Conditions = {"wire": wire, "MTU": mtu, "pairs": pairs}
+    return case(conditions, options.topology(wire, mtu, pairs, hosts=2), kinds, at_once(options, pairs))
+
+
+def at_once(options: EvaluateOptions, pairs: int) -> Load:
+    """One TCP stream in each of so many pairs of machines."""
 
     def load(topology: Topology, ends: Ends, _kind: Contender) -> Sample:
         workload.meet(ends)
         with usage.measured(ends.processes) as used:
-            rate = _at_once(topology, ends, pairs, options.seconds(3))
-        return {"aggregate_bps": rate} | used.sample()
+            rate = _aggregate(topology, ends, pairs, options.seconds(3))
+        # Of virtual machines, only the first of each host has a metric of its own.
+        return {"aggregate_bps": rate} | {name: value for name, value in used.sample().items() if name in METRICS}
 
-    wire, mtu = under
-    return case({"wire": wire, "MTU": mtu, "pairs": pairs}, options.topology(wire, mtu, pairs, hosts=2), kinds, load)
+    return load
 
 
-def _at_once(topology: Topology, ends: Ends, pairs: int, seconds: float) -> float:
-    """One TCP stream in each pair of containers at once, or as many between the hosts: their rate while all run.
+def _aggregate(topology: Topology, ends: Ends, pairs: int, seconds: float) -> float:
+    """One TCP stream in each pair of machines at once, or as many between the hosts: their rate while all run.
 
     Each stream has an iperf3 of its own at either end: one iperf3 runs all of its streams in one thread.
     """
@@ -117,7 +124,7 @@ def _at_once(topology: Topology, ends: Ends, pairs: int, seconds: float) -> floa
         sources, destinations = [ends.source] * pairs, [ends.destination] * pairs
         ports = [measure.IPERF3_PORT + number for number in range(pairs)]
     else:
-        sources, destinations = (topology.machines(Kind.CONTAINER, host)[:pairs] for host in (1, 2))
+        sources, destinations = (topology.machines(ends.source.kind, host)[:pairs] for host in (1, 2))
         ports = [measure.IPERF3_PORT] * pairs
     for destination, port in zip(destinations, ports, strict=True):
         measure.iperf3_server(destination, port)
@@ -172,8 +179,8 @@ def interconnect(options: EvaluateOptions) -> list[Case]:
 
             conditions: Conditions = {"wire": wire, "MTU": mtu, "bytes": size}
             found = case(conditions, options.topology(wire, mtu, hosts=2), [*KINDS, *TCP_KINDS], load)
-            bound = [] if options.machines else [Turn(BOUND, _no_bound, partial(_bound, seconds=seconds))]
-            cases.append(replace(found, turns=[*found.turns, *bound]))
+            bound = Turn(BOUND, _no_bound, partial(_bound, seconds=seconds))
+            cases.append(replace(found, turns=[*found.turns, bound]))
     return cases
 
 
@@ -227,7 +234,10 @@ def _tcp_writes(ends: Ends, size: int, seconds: float) -> Sample:
 def _bound(topology: Topology, seconds: float) -> Sample:
     """The rate of datagrams between bare sockets of the hosts, and its CPU time."""
     report, _sender, work = vhost.bare_transfer(topology, seconds)
-    return {"transfer_bps": report["bps"]} | work.sample(report["bytes"], report["bps"])
+    found = {"transfer_bps": report["bps"]}
+    # This machine's CPU time says nothing about others.
+    is_here = not remote.machines_of(topology.settings.name)
+    return found | (work.sample(report["bytes"], report["bps"]) if is_here else {})
 
 
 def _no_bound() -> str | None:

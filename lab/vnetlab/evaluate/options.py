@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 from vnetlab import remote
 from vnetlab.bench import usage, workload
 from vnetlab.bench.case import Bench, Case, Options, Turn
-from vnetlab.bench.contenders import Contender, Ends, Tinc
+from vnetlab.bench.contenders import Contender, Ends
 from vnetlab.bench.result import METRICS, Conditions, Sample
 from vnetlab.evaluate.kinds import DIRECT, JUDGED, KINDS
 from vnetlab.remote import Machine
 from vnetlab.topology import Settings, Topology, Wire
 
 LAB = "evaluate"
+STREAM_SECONDS = "seconds of TCP"
+"""The condition that says how long a stream is measured."""
 Under = tuple[str, int]
 """An underlay's wire and MTU."""
 FAST: Under = (Wire.TEN_GIGABIT, 9000)
@@ -90,7 +92,7 @@ class Experiment(Bench):
     relative: bool = False
     """Whether plots show figures as multiples of native ones."""
     anywhere: bool = True
-    """Whether the hosts may be other machines."""
+    """Whether hosts may be on several machines; else one machine runs all of it."""
 
     def chosen(self, options: EvaluateOptions) -> EvaluateOptions:
         """These options with the experiment's own wires and MTUs, where the options leave the choice to it."""
@@ -117,10 +119,8 @@ def case(conditions: Conditions, settings: Settings, kinds: Iterable[Contender],
             return {name: value for name, value in sample.items() if name not in CPU_TIMES}
 
         def missing() -> str | None:
-            if kind is DIRECT and remote.machines_of(settings.name):
-                return "hosts on other machines have macvlan devices, which receive nothing for other stations"
-            if isinstance(kind, Tinc) and remote.machines_of(settings.name):
-                return "its keys are made on this machine, where tincd on another one does not find them"
+            if kind is DIRECT and not all(each.own for each in remote.machines_of(settings.name)):
+                return "a macvlan device receives nothing for other stations: give the hosts devices of their 'own'"
             return kind.missing()
 
         return Turn(kind.name, missing, take)

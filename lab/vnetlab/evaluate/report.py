@@ -93,10 +93,8 @@ def document(results: dict[str, Result], plots: dict[str, list[Path]]) -> Iterat
     yield Text("Which data path costs an application what: the experiments of five papers, repeated here.")
     if any(result.quick for result in results.values()):
         yield Text("**QUICK RUN: it only shows that the evaluation works. No figure here means anything.**")
-    others = first.machine.get("hosts")
     yield Text(
-        (f"Hosts are the machines {others}. " if others else "Hosts are network namespaces of one machine. ")
-        + "In each round every kind of data path is brought up, measured "
+        _hosts(results) + "In each round every kind of data path is brought up, measured "
         "and taken down in turn; figures are medians over the rounds. Only ratios between kinds are meaningful."
     )
     if are_alike:
@@ -118,6 +116,17 @@ def document(results: dict[str, Result], plots: dict[str, list[Path]]) -> Iterat
             yield claims
     for name, result in results.items():
         yield from _experiment(EXPERIMENTS[name], result, plots.get(name, []), not are_alike)
+
+
+def _hosts(results: dict[str, Result]) -> str:
+    """What the hosts of these results are."""
+    spread = {each.machine["hosts"] for each in results.values() if "hosts" in each.machine}
+    alone = {name: each.machine["alone"] for name, each in results.items() if "alone" in each.machine}
+    if not (spread or alone):
+        return "Hosts are network namespaces of one machine. "
+    text = f"Hosts are the machines {'; '.join(sorted(spread))}. " if spread else ""
+    names = ", ".join(f"`{name}`" for name in alone)
+    return text + (f"Hosts of {names} are namespaces of {', '.join(sorted(set(alone.values())))}. " if alone else "")
 
 
 def _measured(result: Result) -> tuple[str, str]:

@@ -1,13 +1,13 @@
 """Keeps the results of an evaluation: a file per experiment, continued by a second call."""
 
-import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from vnetlab.bench import runner
 from vnetlab.bench.case import Case
 from vnetlab.bench.result import Result
 from vnetlab.bench.suite import cases
-from vnetlab.evaluate.options import EvaluateOptions, Experiment
+from vnetlab.evaluate.options import STREAM_SECONDS, EvaluateOptions, Experiment
 from vnetlab.lab import CACHE
 from vnetlab.run import LabError, progress
 
@@ -47,9 +47,10 @@ def begin(experiment: Experiment, options: EvaluateOptions, repeat: int, kept: P
     return result
 
 
-def clear(kept: Path) -> None:
-    """Removes kept results."""
-    shutil.rmtree(kept, ignore_errors=True)
+def clear(kept: Path, experiments: Iterable[str]) -> None:
+    """Removes kept results of these experiments, and nothing else: the folder may have other files."""
+    for name in experiments:
+        (kept / f"{name}.json").unlink(missing_ok=True)
 
 
 class Remaining:
@@ -75,7 +76,8 @@ class Remaining:
         total = 0.0
         for case, result in self._cases:
             own = self._seconds.get(result.bench)
-            total += runner.left(case, result) * (sum(own) / len(own) if own else self._usual_s[result.bench])
+            usual = sum(own) / len(own) if own else self._usual_s[result.bench]
+            total += runner.left(case, result) * max(usual, float(case.conditions.get(STREAM_SECONDS, 0)))
         return total
 
     def measured(self, result: Result, path: Path, _case: Case, seconds: float) -> None:
