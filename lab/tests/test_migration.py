@@ -65,18 +65,30 @@ def is_logging(host: Node) -> bool:
     return LOG in Path(f"/proc/{process.find(host.file('.pid'))}/maps").read_text()
 
 
+def places(topology: Topology, vm: Node) -> tuple[Node, Node]:
+    """The host on which a machine runs, and another one: also after a test that failed halfway."""
+    source = migration.host_of(topology, vm)
+    return source, next(host for host in topology.hosts[:2] if host != source)
+
+
 def drops(topology: Topology) -> int:
     """Frames that all hosts have counted as dropped."""
     return sum(daemon.ask(host, "stats")["balance"]["drops"] for host in topology.hosts)
 
 
-def watch_locations(topology: Topology, vm: Node, places: tuple[Node, Node], over: threading.Event) -> list[str]:
+def unsent(vm: Node) -> int:
+    """Replies that the guest's own kernel has discarded, because its device was slow to send the ones before."""
+    names, values = (line.split() for line in machine.execute(vm, "grep ^Icmp: /proc/net/snmp").splitlines())
+    return int(values[names.index("OutErrors")])
+
+
+def watch_locations(topology: Topology, vm: Node, way: tuple[Node, Node], over: threading.Event) -> list[str]:
     """Looks where every host and the store see a machine, until `over` and all saw it arrive; returns wrong places."""
     containers = topology.machines(Kind.CONTAINER)
     key = f"/vnet/v1/1/interfaces/{vm.mac}"
-    wrong, seen = [], dict.fromkeys([*(host.name for host in topology.hosts), "store"], places[0].name)
+    wrong, seen = [], dict.fromkeys([*(host.name for host in topology.hosts), "store"], way[0].name)
     gives_up_at = None
-    while not over.is_set() or set(seen.values()) != {places[1].name}:
+    while not over.is_set() or set(seen.values()) != {way[1].name}:
         if over.is_set():
             gives_up_at = gives_up_at or time.monotonic() + SETTLED_S
             if time.monotonic() > gives_up_at:
@@ -89,21 +101,21 @@ def watch_locations(topology: Topology, vm: Node, places: tuple[Node, Node], ove
         now["store"] = "withdrawn" if record.get("withdrawn") else record["host"]
         for who, place in now.items():
             # From the source to the destination, never back, and nowhere else in between.
-            if place not in (seen[who], places[1].name):
+            if place not in (seen[who], way[1].name):
                 wrong.append(f"{who}: {seen[who]} then {place}")
             seen[who] = place
         time.sleep(WATCH_S)
-    return wrong + [f"{who}: {place} in the end" for who, place in seen.items() if place != places[1].name]
+    return wrong + [f"{who}: {place} in the end" for who, place in seen.items() if place != way[1].name]
 
 
 def test_connections_survive_a_live_migration(topology: Topology):
     """There and back under TCP and 1 000 pings/s: hosts and store see the machine on one host, then on the other."""
     vm, pinger, sender = topology.find("h1v1"), topology.find("h3c1"), topology.find("h2c1")
-    first, second, _ = topology.hosts
+    first, second = places(topology, vm)
     wait_for_path(pinger, vm.address)
     beyond = []
     for source, destination in ((first, second), (second, first)):
-        over, before = threading.Event(), drops(topology)
+        over, before = threading.Event(), drops(topology) + unsent(vm)
         measure.iperf3_server(vm)
         with ThreadPoolExecutor() as pool, pings(pinger, vm.address) as answers:
             stream = pool.submit(measure.iperf3_client, sender, vm, "--bitrate", RATE, seconds=STREAM_S)
@@ -130,18 +142,18 @@ def test_connections_survive_a_live_migration(topology: Topology):
         if RATE == "1G":
             assert mbit > 900, "the bar's stream passes"
             assert rate > 900, "the bar's pings pass"
-        assert lost * INTERVAL_S <= gap_s + 1, "pings are lost only while the machine stands still"
+            assert lost * INTERVAL_S <= gap_s + 1, "pings are lost only while the machine stands still"
         beyond.append(gap_s - migrated.downtime_ms / 1000)
         assert not any(map(is_logging, (source, destination)))
         assert_balanced(topology)
-        assert lost <= drops(topology) - before, "every lost ping is a frame that was counted as dropped"
+        assert lost <= drops(topology) + unsent(vm) - before, "every lost ping is a frame that was counted as dropped"
     assert (max if RATE == "1G" else min)(beyond) <= BEYOND_S, beyond
 
 
 def test_a_failed_migration_changes_nothing(topology: Topology):
     """The destination refuses the machine, or its QEMU is killed: the machine goes on where it was, unlogged."""
     vm, pinger = topology.find("h1v1"), topology.find("h3c1")
-    source, destination, _ = topology.hosts
+    source, destination = places(topology, vm)
     wait_for_path(pinger, vm.address)
     before = store.records(topology)[f"/vnet/v1/1/interfaces/{vm.mac}"]
     with pings(pinger, vm.address) as answers:
@@ -177,7 +189,7 @@ def test_a_failed_migration_changes_nothing(topology: Topology):
 def test_a_cut_network_ends_a_migration(topology: Topology):
     """The destination is cut off in the middle: the machine goes on where it was, always reachable, and unlogged."""
     vm, pinger = topology.find("h1v1"), topology.find("h3c1")
-    source, destination, _ = topology.hosts
+    source, destination = places(topology, vm)
     wait_for_path(pinger, vm.address)
     before = store.records(topology)[f"/vnet/v1/1/interfaces/{vm.mac}"]
     port = ["ip", "-n", topology.switch, "link", "set", destination.name]
