@@ -122,7 +122,8 @@ const char *vnet_rdma_status_text(uint32_t status);
  * without limit for an endpoint that is not open or has no room. */
 void vnet_rdma_set_timeout(uint32_t timeout_ms);
 /* Whether the program registers memory of its own in the nodes that are opened from now on: yes, unless it is set to 0. A program that registers only
- * memory of vnet_rdma_allocate() gets the engine of the host's vnetd by itself in a virtual machine whose helper runs (see vnet_rdma_attachment()). */
+ * memory of vnet_rdma_allocate() gets the engine of the host's vnetd by itself in a virtual machine whose helper runs, and in a container whose network prefers that engine (see
+ * vnet_rdma_attachment()). */
 void vnet_rdma_set_own_memory(int is_registered);
 /* Opens a node at `bind`, such as "10.77.1.1:7000" or "[::]:0"; NULL: any address and port. "ether://eth0:7000": in raw Ethernet frames at this
  * device, which needs CAP_NET_RAW. -ENODEV: no such device; -EPERM: no CAP_NET_RAW, or a link of this host is sealed. */

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::ether::address::Bind;
+use crate::meeting::Offer;
 use crate::node::pages::Pages;
 use crate::node::{Attachment, BounceCounters, Error, Options, RingCounters, StreamCounters};
 use crate::proto::{
@@ -13,7 +14,6 @@ use crate::proto::{
     ShareSettings, Span,
 };
 use crate::seal::SealCounters;
-use crate::vm::Presence;
 use crate::{daemon, node};
 
 /// A process on the network: a socket, the protocol's engine, and endpoints.
@@ -33,15 +33,15 @@ enum Attached {
 }
 
 impl Engine {
-    /// The engine of the host's daemon in a virtual machine, if it is to be had; otherwise that of the process.
+    /// The engine of the host's daemon, if that is offered, can be used and is to be had; otherwise that of the process.
     fn best(options: &Options) -> Result<Self, Error> {
-        let is_vm = matches!(options.bind, Bind::Udp(_))
-            && !options.own_memory
-            && options.meeting.as_deref().is_some_and(Presence::is_seen);
-        if is_vm {
-            match daemon::Node::open(options, true) {
+        let can_use = matches!(options.bind, Bind::Udp(_)) && !options.own_memory;
+        let meeting = options.meeting.as_deref().filter(|_| can_use);
+        let offer = |name| [Offer::Vm, Offer::Daemon].into_iter().find(|offer| offer.is_seen(name));
+        if let Some(offer) = meeting.and_then(offer) {
+            match daemon::Node::open(options, offer == Offer::Vm) {
                 Ok(node) => return Ok(Engine::Daemon(node)),
-                Err(error) => eprintln!("vnet-rdma: {error}; the packets take this machine's network"),
+                Err(error) => eprintln!("vnet-rdma: {error}; the engine runs in this process"),
             }
         }
         node::Node::open(options).map(Engine::Process)

@@ -204,6 +204,18 @@ def test_vnetd_runs_the_engine_where_the_network_allows_it(lab: Topology):
     assert rdma_metric(host, near, "same_host_bytes_total") > 1 << 20
     assert daemon.ask(host, "stats")["balance"]["in"] - frames < 1000
 
+    # By themselves programs take it where the network prefers it.
+    assert measured(near, far)["attachment"] == "udp"
+    text = host.file(".toml").read_text()
+    prefers = "daemon_engine = true\nprefer_daemon_engine = true\n"
+    host.file(".toml").write_text(text.replace("daemon_engine = true\n", prefers))
+    hang_up(host)
+    wait_until("vnetd to offer it", lambda: measured(near, far)["attachment"] == "daemon", 60)
+    assert measured(near, far, "env", "VNET_RDMA_ATTACHMENT=process")["attachment"] == "udp"
+    host.file(".toml").write_text(text)
+    hang_up(host)
+    wait_until("vnetd to take it back", lambda: measured(near, far)["attachment"] == "udp", 60)
+
     def is_throttled() -> bool:
         with perf_server(far) as name:
             machine.execute(near, *client, name, "16384", "0.1", timeout_s=120)

@@ -5,11 +5,11 @@ use std::io;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use vnet::helper;
+use vnet::helper::{self, Kind};
 use vnet::interface::tap::Netns;
 use vnet_control::desired::{Attachment, Desired, InterfaceSpec};
 use vnet_rdma::daemon::{ContainerCounters, ContainerId, Service, ShareSettings};
-use vnet_rdma::meeting::{Decline, Ends, Host, Place, Request};
+use vnet_rdma::meeting::{self, Decline, Ends, Host, Offer, Place, Presence, Request};
 use vnet_rdma::vm::{GuestHost, Nic};
 
 /// Part of the host's memory that the applications of one container may register, and of all together.
@@ -23,6 +23,8 @@ const PORT_MIN: u16 = 1024;
 pub struct Allowed {
     netns: Netns,
     share: ShareSettings,
+    /// Applications are to take it without asking for it.
+    is_preferred: bool,
 }
 
 /// The running engine. Clones refer to the same one; the default one serves nobody.
@@ -34,6 +36,8 @@ pub struct RdmaEngine {
     names: Arc<Mutex<HashMap<ContainerId, String>>>,
     /// Interfaces of virtual machines that have been served.
     guests: Arc<Mutex<HashMap<ContainerId, String>>>,
+    /// Offers in the namespaces of containers that are to take the engine by themselves. `None`: the name was taken there.
+    offers: Arc<Mutex<HashMap<ContainerId, Option<Presence>>>>,
 }
 
 impl RdmaEngine {
@@ -46,6 +50,7 @@ impl RdmaEngine {
 
     /// Ends the engine and everything under way.
     pub fn stop(&self) {
+        self.offers.lock().clear();
         if let Some(service) = &self.service {
             service.stop();
         }
@@ -75,7 +80,35 @@ impl RdmaEngine {
             }
             names.retain(|id, _| allowed.contains_key(id) || known.contains(id));
         }
-        *self.allowed.lock() = allowed;
+        *self.allowed.lock() = allowed.clone();
+        self.offer(&allowed);
+    }
+
+    /// Offers the engine to containers that are to take it by themselves. It is allowed to them already.
+    fn offer(&self, allowed: &HashMap<ContainerId, Allowed>) {
+        if self.service.is_none() {
+            return;
+        }
+        let preferred = |item: &Allowed| item.is_preferred;
+        let mut offers = self.offers.lock();
+        offers.retain(|id, _| allowed.get(id).is_some_and(preferred));
+        for (&id, Allowed { netns, .. }) in allowed.iter().filter(|(_, item)| preferred(item)) {
+            if matches!(offers.get(&id), Some(Some(_))) {
+                continue;
+            }
+            let open = || {
+                let socket = helper::socket(Kind::LOCAL_DATAGRAMS)?;
+                Presence::on(socket, meeting::SOCKET, Offer::Daemon)
+            };
+            match netns.run(open) {
+                // The name may stand for another namespace by now.
+                Ok((now, Ok(presence))) if now == id => drop(offers.insert(id, Some(presence))),
+                Ok((now, Err(error))) if now == id && offers.insert(id, None).is_none() => tracing::warn!(
+                    "netns {netns}: cannot offer the interconnect's engine: {error}; applications there have to ask for it"
+                ),
+                Ok(_) | Err(_) => {}
+            }
+        }
     }
 
     /// Sets the networks of containers and guests: packets between applications with a common one bypass the network.
@@ -87,7 +120,7 @@ impl RdmaEngine {
 
     fn attach(&self, place: &Place, request: &Request) -> Result<Ends, Decline> {
         let allowed = self.allowed.lock().get(&place.id).cloned();
-        let (Some(Allowed { netns, share }), Some(service)) = (allowed, &self.service) else {
+        let (Some(Allowed { netns, share, .. }), Some(service)) = (allowed, &self.service) else {
             return Err(Decline::NotAllowed);
         };
         if (1..PORT_MIN).contains(&request.bind.port()) {
@@ -135,16 +168,19 @@ pub fn guest_id(port: u16) -> ContainerId {
 /// their rates.
 pub fn allowed(desired: &Desired) -> Vec<Allowed> {
     let networks = desired.networks.iter().filter(|item| item.spec.daemon_engine);
-    let networks: Vec<_> = networks.map(|item| item.spec.id).collect();
+    let networks: HashMap<_, _> =
+        networks.map(|item| (item.spec.id, item.spec.prefer_daemon_engine)).collect();
     let mut all: Vec<Allowed> = vec![];
     for interface in desired.interfaces.iter().map(|item| &item.spec) {
-        let (Some(netns), true) = (netns_of(interface), networks.contains(&interface.network)) else {
+        let (Some(netns), Some(&is_preferred)) = (netns_of(interface), networks.get(&interface.network))
+        else {
             continue;
         };
         let share = share_of(interface);
         match all.iter_mut().find(|known| known.netns == *netns) {
-            None => all.push(Allowed { netns: netns.clone(), share }),
-            Some(Allowed { share: known, .. }) => {
+            None => all.push(Allowed { netns: netns.clone(), share, is_preferred }),
+            Some(Allowed { share: known, is_preferred: is_known_preferred, .. }) => {
+                *is_known_preferred |= is_preferred;
                 let is_limited = known.rate != 0 && share.rate != 0;
                 known.rate = if is_limited { known.rate + share.rate } else { 0 };
                 known.weight = known.weight.max(share.weight);
@@ -188,7 +224,9 @@ mod tests {
 
     #[test]
     fn containers_of_networks_that_allow_it_are_served_by_their_weight_and_rate() {
-        let text = "[host]\nname = 'h'\n[[network]]\nid = 1\ndaemon_engine = true\n[[network]]\nid = 7\n";
+        let text = "[host]\nname = 'h'\n[[network]]\nid = 1\ndaemon_engine = true\n\
+                    [[network]]\nid = 7\nprefer_daemon_engine = true\n\
+                    [[network]]\nid = 8\ndaemon_engine = true\nprefer_daemon_engine = true\n";
         let mut desired = config::parse("test", text).unwrap().desired;
         let interface = |netns: &str, network: usize, weight, rate_limit| {
             let netns = Some(netns.parse::<Netns>().unwrap());
@@ -204,20 +242,22 @@ mod tests {
             interface("b", 1, 30, 0),
             interface("c", 0, 40, 8),
             interface("c", 0, 40, 0),
+            interface("c", 2, 40, 0),
         ];
         desired.interfaces = interfaces;
-        let item = |netns: &str, weight, rate| Allowed {
+        let item = |netns: &str, weight, rate, is_preferred| Allowed {
             netns: netns.parse().unwrap(),
             share: ShareSettings { weight, rate },
+            is_preferred,
         };
-        assert_eq!(allowed(&desired), [item("a", 20, 3_000_000), item("c", 40, 0)]);
+        assert_eq!(allowed(&desired), [item("a", 20, 3_000_000, false), item("c", 40, 0, true)]);
         assert!(memory_bytes() > 1 << 28);
         let (engine, mut host) = (RdmaEngine::start().unwrap(), Host::new().unwrap());
         engine.follow(&mut host, &allowed(&desired), vec![]);
         let place = Place { id: (0, 0), networks: vec![1] };
         let request = Request { bind: "127.0.0.1:0".parse().unwrap(), timeout_ms: 0, not_ready_ms: 0 };
         assert_eq!(engine.attach(&place, &request).err(), Some(Decline::NotAllowed));
-        engine.allowed.lock().insert((0, 0), item("a", 1, 0));
+        engine.allowed.lock().insert((0, 0), item("a", 1, 0, false));
         let privileged = Request { bind: "127.0.0.1:53".parse().unwrap(), ..request };
         assert_eq!(engine.attach(&place, &privileged).err(), Some(Decline::Port));
         assert_eq!(engine.attach(&place, &request).err(), Some(Decline::NotAllowed), "no such namespace");

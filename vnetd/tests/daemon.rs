@@ -208,7 +208,8 @@ fn requests_read_the_hosts_state() {
         json!([{"index": 1, "network": 1, "src": "any", "dst": "any", "from": "any", "to": "link h2"}]);
     assert_eq!(routes, want);
     let want = json!([{
-        "id": 1, "learning": true, "ageing_s": 300, "interfaces": 1, "relay": false, "daemon_engine": false
+        "id": 1, "learning": true, "ageing_s": 300, "interfaces": 1, "relay": false, "daemon_engine": false,
+        "prefer_daemon_engine": false
     }]);
     assert_eq!(daemon.get("/v1/networks"), want);
     assert_eq!(daemon.get("/v1/learned"), json!([]));

@@ -14,8 +14,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::fs::stat;
-use vnet_rdma::meeting::{Host, Place, SOCKET, listen};
-use vnet_rdma::vm::{Helper, Presence};
+use vnet_rdma::meeting::{Host, Offer, Place, Presence, SOCKET, listen};
+use vnet_rdma::vm::Helper;
 
 use crate::machine::LinuxMachine;
 
@@ -86,7 +86,7 @@ fn run(socket: &str) -> Result<(), String> {
     };
     let spawned = std::thread::Builder::new().name("meetings".into()).spawn(meets);
     spawned.map_err(|error| format!("cannot start a thread: {error}"))?;
-    let _presence = Presence::new(socket).map_err(|error| {
+    let _presence = Presence::new(socket, Offer::Vm).map_err(|error| {
         failed(
             &format!("listen at the abstract socket '{socket}-vm'"),
             "does another helper run here?",

@@ -19,6 +19,8 @@
 //! A process may also ask the daemon to run its engine (`daemon/`): ATTACH with the address of its socket, answered by ATTACHED with memory and
 //! a bell, or by DECLINED. The daemon does so if a callback of its own allows it.
 //!
+//! Whether processes are to ask for that by themselves shows a second socket (`presence.rs`), before they have to decide.
+//!
 //! A process also asks how a peer is reached (REACH, answered by REACHED), and for the keys of a session with a peer behind a sealed link (KEY,
 //! answered by KEYS). The daemon derives them from the link's keys: it has a callback for that, too.
 //!
@@ -29,6 +31,7 @@
 mod attach;
 mod guest;
 mod host;
+mod presence;
 mod sealing;
 
 pub(crate) use attach::{ADDRESS, decode_address, encode_address};
@@ -36,6 +39,7 @@ pub use attach::{Decline, Ends, Request};
 pub(crate) use guest::{Guest, Heard};
 pub(crate) use host::RINGS_OF_PROCESS_MAX;
 pub use host::{Attach, Host, Place, Sealer, Stopper, listen, listen_on};
+pub use presence::{Offer, Presence};
 pub use sealing::{KEY, KeyRequest, Keys, Nonce, Question, Reach, Role};
 
 use std::net::SocketAddr;

@@ -94,7 +94,8 @@ pub struct Options {
     pub meeting: Option<String>,
     /// Who runs the protocol: `process`, `daemon`, the daemon of this host, or in a virtual machine `vm`, the daemon of the host below.
     /// `bounce` is `process` without UDP: packets take TCP connections. `auto` (the default) is `vm` in a virtual machine whose helper runs and
-    /// has it from the host, if the application does not register memory of its own, and otherwise `process`.
+    /// has it from the host, `daemon` in a container whose network prefers it, both only if the application does not register memory of its own, and
+    /// otherwise `process`.
     pub attachment: Option<String>,
     /// The application registers memory of its own, besides regions, which the host's daemon does not reach: true by default.
     pub own_memory: bool,

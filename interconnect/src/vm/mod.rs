@@ -21,7 +21,6 @@
 //! - `helper.rs`: the helper's loop, over a machine's own ways to pin pages and send frames;
 //! - `host.rs`: the daemon's side of one guest, where all input is hostile; `nic.rs`: what it needs of the interface;
 //! - `questions.rs`: keys of what crosses sealed links; `per_second.rs`: a bound for what a guest may do in a second;
-//! - `presence.rs`: shows applications that the helper runs;
 //! - `fuzz.rs`, `hostile.rs`: hostile guests, for tests.
 //!
 //! docs/interconnect.md has the format of the frames.
@@ -38,7 +37,6 @@ mod host;
 pub mod hostile;
 mod nic;
 mod per_second;
-mod presence;
 mod questions;
 #[cfg(test)]
 mod tests;
@@ -49,7 +47,6 @@ pub use helper::{Helper, Machine, Pinned, Reserved};
 pub use host::GuestHost;
 pub use nic::{Nic, Stations};
 pub use per_second::PerSecond;
-pub use presence::Presence;
 pub use wire::{
     Body, ETHERTYPE, FRAME_MAX, GROUP, Message, OWN, PAGE, QUEUES, QUEUES_BYTES, RUNS_MAX, Run, ShareState,
     Token,

@@ -216,12 +216,21 @@ pub struct NetworkSpec {
     pub relay: bool,
     /// Applications may have vnetd run the interconnect's engine for them.
     pub daemon_engine: bool,
+    /// Where they may, applications in containers take that engine by themselves.
+    pub prefer_daemon_engine: bool,
 }
 
 impl NetworkSpec {
     /// Network `id` with default settings.
     pub fn new(id: NetworkId) -> NetworkSpec {
-        NetworkSpec { id, learning: true, ageing_s: AGEING_S, relay: false, daemon_engine: false }
+        NetworkSpec {
+            id,
+            learning: true,
+            ageing_s: AGEING_S,
+            relay: false,
+            daemon_engine: false,
+            prefer_daemon_engine: false,
+        }
     }
 }
 

@@ -494,6 +494,14 @@ pub static NETWORK: Declaration<NetworkSpec> = Declaration {
         )
         .note("see [the interconnect](interconnect.md#the-daemons-engine)")
         .phrase("daemon engine"),
+        field!(
+            "prefer_daemon_engine",
+            flag(),
+            |own: NetworkSpec| own.prefer_daemon_engine,
+            "where `daemon_engine` is true, applications in containers that can use it take it without asking for it"
+        )
+        .note("see [the interconnect](interconnect.md#the-daemons-engine)")
+        .phrase("preferred"),
     ],
 };
 

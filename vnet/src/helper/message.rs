@@ -77,8 +77,11 @@ impl Kind {
     pub const UDP6: Kind = Kind::new(libc::AF_INET6, libc::SOCK_DGRAM, 0);
     /// Messages between processes; also any socket for ioctls of netdevice(7).
     pub const LOCAL: Kind = Kind::new(libc::AF_UNIX, libc::SOCK_SEQPACKET, 0);
+    /// Datagrams between processes.
+    pub const LOCAL_DATAGRAMS: Kind = Kind::new(libc::AF_UNIX, libc::SOCK_DGRAM, 0);
 
-    pub(super) const ALL: [Kind; 5] = [Kind::ROUTES, Kind::PACKETS, Kind::UDP, Kind::UDP6, Kind::LOCAL];
+    pub(super) const ALL: [Kind; 6] =
+        [Kind::ROUTES, Kind::PACKETS, Kind::UDP, Kind::UDP6, Kind::LOCAL, Kind::LOCAL_DATAGRAMS];
 
     const fn new(family: libc::c_int, kind: libc::c_int, protocol: libc::c_int) -> Kind {
         Kind { family, kind, protocol }
