@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use super::notice::Notice;
 use super::pages::Pages;
+use super::patience::Patience;
 use super::socket::wait_readable;
 use super::{Attachment, Error, Inner, Shared};
 use crate::proto::{
@@ -15,8 +16,6 @@ use crate::proto::{
 };
 use crate::seal::OVERHEAD;
 
-/// How long `wait` polls before it sleeps.
-const SPIN_NS: u64 = 50_000;
 /// After this time `wait` calls sched_yield(2) between polls. On a path through vnetd, vnetd may need this processor to deliver the message;
 /// on the kernel's path, a round trip takes less.
 const YIELD_NS: u64 = 10_000;
@@ -30,6 +29,7 @@ const SHARED_SLEEP_NS: u64 = 20_000_000;
 pub struct Endpoint {
     pub(super) shared: Arc<Shared>,
     pub(super) number: u16,
+    pub(super) patience: Patience,
 }
 
 impl Endpoint {
@@ -179,20 +179,25 @@ impl Endpoint {
         inner.signal(Some(self.number));
     }
 
-    /// Waits for a completion: polls for 50 us, letting other processes run after 10 us, then sleeps. Returns `None` if the time expires.
+    /// Waits for a completion: polls for 50 us, or longer if completions have come soon, letting other processes run after 10 us, then sleeps.
+    /// Returns `None` if the time expires.
     pub fn wait(&self, timeout: Option<Duration>) -> Option<Completion> {
         let shared = &self.shared;
         let start = shared.now();
         let end = timeout.map(|timeout| start.saturating_add(timeout.as_nanos() as u64));
-        let (mut yield_from, mut spin_end) = (start + YIELD_NS, start + SPIN_NS);
+        let (mut yield_from, mut spin_end) = (start + YIELD_NS, start + self.patience.first());
+        let mut now = start;
         loop {
             for _ in 0..POLLS_A_LOOK {
                 if let Some(completion) = self.poll() {
+                    if now != start {
+                        self.patience.waited(now - start);
+                    }
                     return Some(completion);
                 }
                 std::hint::spin_loop();
             }
-            let now = shared.now();
+            now = shared.now();
             if end.is_some_and(|end| now >= end) {
                 return None;
             }
@@ -203,8 +208,10 @@ impl Endpoint {
                 continue;
             }
             self.sleep(end);
-            yield_from = shared.now();
-            spin_end = yield_from + SPIN_NS / 10;
+            let woken = shared.now();
+            self.patience.waited(woken - now);
+            now = woken;
+            (yield_from, spin_end) = (now, now + self.patience.after_sleep());
         }
     }
 

@@ -20,6 +20,7 @@ mod local;
 mod name;
 pub(crate) mod notice;
 pub(crate) mod pages;
+mod patience;
 mod records;
 pub(crate) mod socket;
 mod streams;
@@ -51,6 +52,7 @@ pub use local::{Attachment, RingCounters};
 pub use name::{name_of, resolve};
 use notice::{Event, Notice};
 use pages::Pages;
+use patience::Patience;
 pub use records::Records;
 use socket::wait_readable;
 pub use streams::StreamCounters;
@@ -553,7 +555,7 @@ impl Node {
     /// Opens the endpoint with this number, or with the first free number.
     pub fn endpoint(&self, number: Option<u16>) -> Result<Endpoint, Error> {
         let number = self.shared.inner.lock().engine.open(number)?;
-        Ok(Endpoint { shared: Arc::clone(&self.shared), number })
+        Ok(Endpoint { shared: Arc::clone(&self.shared), number, patience: Patience::new() })
     }
 }
 
