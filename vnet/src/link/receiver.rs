@@ -363,8 +363,12 @@ impl Source for Receiver {
         assembles || !self.progress.is_done()
     }
 
-    /// Drops timed-out incomplete frames and those of removed links; joins multicast groups of new links.
+    /// Drops timed-out incomplete frames and those of removed links; joins multicast groups of new links; counts what the kernel has dropped.
     fn tick(&mut self, now_ms: u64) {
+        let lost = self.socket.newly_lost();
+        if lost != 0 {
+            self.stats.discard(DiscardReason::Overflow, lost);
+        }
         let peers = self.peers.load();
         match &mut self.kind {
             // Fragments of an unfinished burst still lie in its buffers, so the fill that finishes the burst runs the tick.

@@ -10,8 +10,8 @@ use crate::link::sealed::aead::{MATERIAL_LEN, TAG_LEN};
 use crate::link::sealed::identity::{CertificateInfo, Claims};
 use crate::link::sealed::session::{Role, Session};
 use crate::link::{Bridge, Link, LinkOptions, Peers, ReassemblyBudget, Security, first_number};
-use crate::source::drain;
-use crate::stats::{DiscardReason, DropReason};
+use crate::source::{Source, drain};
+use crate::stats::{DiscardReason, DropReason, PortStats};
 use crate::wire::native::{HEADER_LEN, Header};
 use crate::wire::offload::{F_NEEDS_CSUM, Offload};
 
@@ -376,4 +376,25 @@ fn a_peer_is_held_to_its_certificate_and_configuration() {
             }
         }
     }
+}
+
+#[test]
+fn datagrams_that_the_kernel_drops_are_counted() {
+    const SENT: u64 = 1000;
+    let (stats, budget) =
+        (Arc::<PortStats>::default(), Arc::new(ReassemblyBudget::new(ReassemblyBudget::HOST)));
+    let mut bridge = Bridge::bind("127.0.0.1:0".parse().unwrap(), false, stats.clone(), budget).unwrap();
+    let receiver = &mut bridge.rx[0];
+    receiver.socket().set_buffers(1 << 14).unwrap();
+    let stranger = UdpSocket::bind("127.0.0.1:0").unwrap();
+    for _ in 0..SENT {
+        stranger.send_to(&[0; 1000], receiver.local_addr()).unwrap();
+    }
+    receiver.tick(0);
+    let lost = stats.discards(DiscardReason::Overflow);
+    assert!((1..SENT).contains(&lost), "{lost}");
+    while drain(receiver, 1, &mut |_: &Batch| {}) != 0 {}
+    receiver.tick(1);
+    assert_eq!(stats.discards(DiscardReason::Overflow), lost, "once");
+    assert_eq!(stats.discards(DiscardReason::UnknownSource) + lost, SENT);
 }

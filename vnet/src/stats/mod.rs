@@ -91,6 +91,7 @@ reasons! {
         UnknownIndex = "unknown_index", "Translated packet with an index that this host does not know.";
         NotAsked = "not_asked", "Destination MAC not subscribed on this local network.";
         MemoryLimit = "memory_limit", "Fragment refused: reassembly memory is full.";
+        Overflow = "overflow", "The kernel dropped it before vnetd received it: the socket's receive buffer was full, or a checksum was wrong.";
     }
 }
 

@@ -35,6 +35,9 @@ const SEND_BUFFER: (libc::c_int, libc::c_int) = (libc::SO_SNDBUFFORCE, libc::SO_
 const IP_LOCAL_PORT_RANGE: libc::c_int = 51;
 const SOURCE_PORTS: libc::c_int = (65_535u32 << 16 | 49_152) as libc::c_int;
 
+/// Index of the dropped datagrams in what `SO_MEMINFO` tells (`SK_MEMINFO_DROPS` of linux/sock_diag.h).
+const MEMINFO_DROPS: usize = 8;
+
 /// A bound, non-blocking UDP socket.
 #[derive(Debug)]
 pub(crate) struct Socket {
@@ -44,6 +47,8 @@ pub(crate) struct Socket {
     oversize: AtomicU8,
     /// See [`Socket::zero_copies`].
     zero_copies: AtomicU32,
+    /// Datagrams that the kernel has dropped, at the last call of [`Socket::newly_lost`].
+    lost: AtomicU32,
 }
 
 /// What becomes of packets larger than the path MTU (`IP_MTU_DISCOVER`).
@@ -93,7 +98,29 @@ impl Socket {
     /// A socket that a running vnetd has bound.
     pub(crate) fn inherit(fd: OwnedFd) -> io::Result<Socket> {
         let local = local_name(&fd)?.address().ok_or(io::ErrorKind::InvalidData)?;
-        Ok(Socket { fd, local, oversize: AtomicU8::new(UNKNOWN), zero_copies: AtomicU32::new(0) })
+        let socket = Socket::of(fd, local);
+        // That vnetd has counted these.
+        socket.newly_lost();
+        Ok(socket)
+    }
+
+    fn of(fd: OwnedFd, local: SocketAddr) -> Socket {
+        let (zero_copies, lost) = (AtomicU32::new(0), AtomicU32::new(0));
+        Socket { fd, local, oversize: AtomicU8::new(UNKNOWN), zero_copies, lost }
+    }
+
+    /// Datagrams that the kernel has dropped since the last call, because the receive buffer was full or a checksum was wrong.
+    pub(in crate::link) fn newly_lost(&self) -> u64 {
+        let mut memory = [0_u32; MEMINFO_DROPS + 1];
+        let mut len = size_of_val(&memory) as libc::socklen_t;
+        let (fd, room) = (self.fd.as_raw_fd(), memory.as_mut_ptr().cast());
+        // SAFETY: `memory` is writable for `len` bytes, of which the kernel writes no more.
+        let status = unsafe { libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_MEMINFO, room, &mut len) };
+        if status != 0 {
+            return 0;
+        }
+        let now = memory[MEMINFO_DROPS];
+        u64::from(now.wrapping_sub(self.lost.swap(now, Relaxed)))
     }
 
     /// Number of the next message with `MSG_ZEROCOPY`, as the kernel counts them; a vnetd that takes the socket over goes on with it.
@@ -114,7 +141,7 @@ impl Socket {
         check(unsafe { libc::bind(fd.as_raw_fd(), name.as_ptr(), name.len()) })?;
         let local = local_name(&fd)?;
         let local = local.address().ok_or(io::ErrorKind::InvalidData)?;
-        Ok(Socket { fd, local, oversize: AtomicU8::new(UNKNOWN), zero_copies: AtomicU32::new(0) })
+        Ok(Socket::of(fd, local))
     }
 
     /// Sets both buffers to `bytes` bytes.
