@@ -540,7 +540,7 @@ fn in_use(kernel: &Kernel, now_ns: u64) -> HashSet<Flow> {
     stations(used.filter(|(_, terms)| kernel.is_current(terms)).map(|(flow, _)| flow))
 }
 
-/// Tries the wire, looks up the routes to all hosts, and returns the flows in use whose route has changed.
+/// Tries the wire, looks up the routes to all hosts, and returns the flows whose route has changed.
 fn rerouted(tunnels: &Tunnels, wire: Option<&Arc<WirePath>>, kernel: &Kernel, now_ms: u64) -> HashSet<Flow> {
     if let Some(wire) = wire {
         wire.tick(kernel, now_ms);

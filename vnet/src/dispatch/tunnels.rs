@@ -203,7 +203,7 @@ impl Tunnels {
     }
 
     /// Looks up the routes to all hosts, attaches programs to their devices, and ends flows whose route, or path MTU to a VTEP, has changed.
-    /// Lists those that were used lately: until they are decided anew, dispatchers forward them.
+    /// Lists those whose verdicts had not ended: until they are decided anew, dispatchers forward them.
     pub(super) fn tick(&self, kernel: &Kernel, now_ms: u64) -> Vec<Known> {
         let links = self.links.load();
         let is_ready = |link: &Link| link.is_wire_ready(now_ms) || link.vtep_sources().is_some();

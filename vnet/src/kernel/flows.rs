@@ -28,9 +28,6 @@ use crate::wire::ethernet::{HEADER_LEN, Mac, VLAN_TAG_LEN};
 /// Maximum number of flows charged to one port: a guest that scans the network uses a sixteenth of all.
 pub const FLOWS_PORT_MAX: u32 = 4096;
 
-/// A flow was used lately if it was within this time.
-const LATELY_NS: u64 = 1_000_000_000;
-
 /// First of the wire's source ports, and their number.
 const WIRE_SOURCES: (u16, u16) = (49_152, 16_384);
 
@@ -344,25 +341,25 @@ impl Flows {
         all
     }
 
-    /// Ends the flows to the ports with counters `to`, and lists those that were used lately. Programs that run at this moment may still
-    /// follow them.
+    /// Ends the flows to the ports with counters `to`, and lists those whose verdicts had not ended: a router that has offered one does
+    /// not offer it again before. Programs that run at this moment may still follow them.
     pub fn end(&self, to: &[&Arc<PortStats>]) -> Vec<Known> {
-        let since_ns = super::now_ns().saturating_sub(LATELY_NS);
+        let now_ns = super::now_ns();
         let mut book = self.book.lock();
         // Sorted: many containers can be down while the map is full.
         let mut to: Vec<_> = to.iter().map(|stats| Arc::as_ptr(stats)).collect();
         to.sort_unstable();
         let leads = |slot: &Slot| to.binary_search(&Arc::as_ptr(&slot.to.stats)).is_ok();
-        let is_ended = |(at, slot): (&u32, &Slot)| leads(slot).then_some((*at, slot.flow));
-        let ended: Vec<_> = book.slots.iter().filter_map(is_ended).collect();
-        let mut used = vec![];
-        for (at, flow) in ended {
+        let slots = book.slots.iter().filter(|(_, slot)| leads(slot));
+        let ended: Vec<_> = slots.map(|(at, slot)| (*at, slot.flow, slot.terms)).collect();
+        let mut valid = vec![];
+        for (at, flow, terms) in ended {
             book.remove(at);
-            if self.tallies.get()[at as usize].used_ns.load(Relaxed) > since_ns {
-                used.push(flow);
+            if terms.is_some_and(|terms| terms.until_ns > now_ns) {
+                valid.push(flow);
             }
         }
-        used
+        valid
     }
 
     /// Number of installed flows, and of refused ones so far.
