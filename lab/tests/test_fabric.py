@@ -204,18 +204,6 @@ def test_vnetd_runs_the_engine_where_the_network_allows_it(lab: Topology):
     assert rdma_metric(host, near, "same_host_bytes_total") > 1 << 20
     assert daemon.ask(host, "stats")["balance"]["in"] - frames < 1000
 
-    # By themselves programs take it where the network prefers it.
-    assert measured(near, far)["attachment"] == "udp"
-    text = host.file(".toml").read_text()
-    prefers = "daemon_engine = true\nprefer_daemon_engine = true\n"
-    host.file(".toml").write_text(text.replace("daemon_engine = true\n", prefers))
-    hang_up(host)
-    wait_until("vnetd to offer it", lambda: measured(near, far)["attachment"] == "daemon", 60)
-    assert measured(near, far, "env", "VNET_RDMA_ATTACHMENT=process")["attachment"] == "udp"
-    host.file(".toml").write_text(text)
-    hang_up(host)
-    wait_until("vnetd to take it back", lambda: measured(near, far)["attachment"] == "udp", 60)
-
     def is_throttled() -> bool:
         with perf_server(far) as name:
             machine.execute(near, *client, name, "16384", "0.1", timeout_s=120)
@@ -241,6 +229,25 @@ def test_vnetd_runs_the_engine_where_the_network_allows_it(lab: Topology):
     wait_until("its end to be counted", lambda: rdma_metric(host, near, "processes") == 0, 60)
     assert endpoint_metric(host, near, "weight") == []
     assert (rdma_metric(host, near, "refusals_total"), rdma_metric(host, near, "broken_total")) == (0, 0)
+
+
+def test_programs_take_vnetds_engine_by_themselves_where_the_network_prefers_it(lab: Topology):
+    host, near, far = lab.hosts[0], lab.find("h1c1"), lab.find("h2c1")
+    file = host.file(".toml")
+    before = file.read_text()
+    allows = re.sub(r"^daemon_engine = true\n", "", before, flags=re.MULTILINE)
+    allows = allows.replace("[[network]]\nid = 1\n", "[[network]]\nid = 1\ndaemon_engine = true\n")
+    try:
+        file.write_text(allows.replace("daemon_engine = true\n", "daemon_engine = true\nprefer_daemon_engine = true\n"))
+        hang_up(host)
+        wait_until("vnetd to offer it", lambda: measured(near, far)["attachment"] == "daemon", 60)
+        assert measured(near, far, "env", "VNET_RDMA_ATTACHMENT=process")["attachment"] == "udp"
+        file.write_text(allows)
+        hang_up(host)
+        wait_until("vnetd to take it back", lambda: measured(near, far)["attachment"] == "udp", 60)
+    finally:
+        file.write_text(before)
+        hang_up(host)
 
 
 def test_another_tenant_gets_no_shared_memory(lab: Topology):
