@@ -70,7 +70,7 @@ fn requests_arrive_as_they_were_sent() {
         assert_eq!(Request::decode(&request.encode()), Some(request));
     }
     for wrong in
-        [&b""[..], &[1, 0], &[2], &[2, 5], &[2, 0, 0], &[3, 3], &[4, 0xff], &[7, 0], &[11, 0], &[255, 1]]
+        [&b""[..], &[1, 0], &[2], &[2, 6], &[2, 0, 0], &[3, 3], &[4, 0xff], &[7, 0], &[11, 0], &[255, 1]]
     {
         assert_eq!(Request::decode(wrong), None, "{wrong:?}");
     }

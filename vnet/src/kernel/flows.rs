@@ -350,7 +350,9 @@ impl Flows {
         let mut to: Vec<_> = to.iter().map(|stats| Arc::as_ptr(stats)).collect();
         to.sort_unstable();
         let leads = |slot: &Slot| to.binary_search(&Arc::as_ptr(&slot.to.stats)).is_ok();
-        let slots = book.slots.iter().filter(|(_, slot)| leads(slot));
+        // Removed ones keep their slots until the next sweep.
+        let is_installed = |at: &u32, slot: &Slot| book.by_key.get(&FlowKey::new(&slot.flow)) == Some(at);
+        let slots = book.slots.iter().filter(|(at, slot)| leads(slot) && is_installed(at, slot));
         let ended: Vec<_> = slots.map(|(at, slot)| (*at, slot.flow, slot.terms)).collect();
         let mut valid = vec![];
         for (at, flow, terms) in ended {
