@@ -132,7 +132,7 @@ fn the_measuring_program_measures() {
     assert!(
         text.starts_with("latency_us ")
             && text.contains("\ngbit_s ")
-            && text.ends_with(" attachment udp streams 0\n"),
+            && text.ends_with(" attachment udp streams 0 bounces 0\n"),
         "{text}"
     );
     assert!(server.0.wait().unwrap().success());
@@ -219,7 +219,7 @@ fn the_measuring_program_seals_across_a_sealed_link() {
                 .unwrap();
             let text = String::from_utf8_lossy(&client.stdout);
             assert!(client.status.success(), "{text} {}", String::from_utf8_lossy(&client.stderr));
-            assert!(text.ends_with(" attachment sealed streams 0\n"), "{text}");
+            assert!(text.ends_with(" attachment sealed streams 0 bounces 0\n"), "{text}");
             assert!(server.0.wait().unwrap().success());
         });
     });
@@ -468,6 +468,7 @@ fn the_header_and_the_library_agree() {
     let source = concat!(
         include_str!("../src/c_api.rs"),
         include_str!("../src/c_counters.rs"),
+        include_str!("../src/c_settings.rs"),
         include_str!("../src/c_wait.rs")
     );
     let named = |text: &str, before: &str| -> Vec<String> {

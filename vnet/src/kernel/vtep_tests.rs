@@ -145,3 +145,14 @@ fn coalesced_datagrams_are_left_to_vnetd_with_all_others_for_a_while() {
     listen(&bench, LISTEN);
     assert_eq!(bench.change("from_underlay", &datagram).0, TC_ACT_REDIRECT);
 }
+
+/// Also those that nothing has used: a router that has offered a verdict does not offer it again before it ends.
+#[test]
+fn ended_flows_are_listed_while_their_verdicts_hold() {
+    let Some(bench) = bench() else { return };
+    let end = || bench.kernel.flows().end(&[&bench.to.stats]);
+    assert!(bench.install(&terms()));
+    assert_eq!((end(), end()), (vec![known(B)], vec![]));
+    assert!(bench.install(&Terms { until_ns: 1, ..terms() }));
+    assert_eq!(end(), []);
+}

