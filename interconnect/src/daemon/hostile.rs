@@ -196,7 +196,7 @@ struct Run {
 /// Runs this many operations. The same seed runs the same entries; the network's times differ.
 ///
 /// # Panics
-/// A byte outside registered memory was read or written, or the daemon's side misbehaves in another way.
+/// A byte outside registered memory was read or written, or a process that does no harm was cut off or not served.
 pub fn run(seed: u64, operations: u64) -> Report {
     let mut run = Run::new(seed);
     let mut report = Report::default();

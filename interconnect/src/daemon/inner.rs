@@ -7,7 +7,7 @@ use std::sync::Arc;
 use super::entry::{Answer, Event, ended};
 use super::posting::Posting;
 use super::queue::Queues;
-use crate::node::notice::Notice;
+use crate::node::notice::Notices;
 use crate::node::pages::Pages;
 use crate::proto::{Completion, Peer, Status};
 
@@ -22,7 +22,7 @@ pub(super) struct Inner {
     pub(super) answers: HashMap<u64, Answer>,
     pub(super) next_ticket: u64,
     pub(super) routes: HashSet<SocketAddr>,
-    pub(super) notices: Vec<(u16, Notice)>,
+    pub(super) notices: Notices,
     /// The daemon has been asked to ring.
     pub(super) is_armed: bool,
     pub(super) is_lost: bool,
@@ -41,27 +41,12 @@ impl Inner {
             answers: HashMap::new(),
             next_ticket: 1,
             routes: HashSet::new(),
-            notices: vec![],
+            notices: Notices::default(),
             is_armed: false,
             is_lost: false,
             looks: 0,
             kept: vec![],
         }
-    }
-
-    pub(super) fn notice(&mut self, endpoint: u16) -> Option<&mut Notice> {
-        self.notices.iter_mut().find(|(number, _)| *number == endpoint).map(|(_, notice)| notice)
-    }
-
-    pub(super) fn new_notice(&mut self, endpoint: u16) -> std::io::Result<&mut Notice> {
-        let place = match self.notices.iter().position(|(number, _)| *number == endpoint) {
-            Some(place) => place,
-            None => {
-                self.notices.push((endpoint, Notice::new()?));
-                self.notices.len() - 1
-            }
-        };
-        Ok(&mut self.notices[place].1)
     }
 
     pub(super) fn waiting(&self, endpoint: u16) -> usize {
@@ -102,12 +87,7 @@ impl Inner {
 
     /// Wakes threads that wait for completions which are queued now. `own`: the endpoint whose completions the caller takes.
     pub(super) fn signal(&mut self, own: Option<u16>) {
-        let Self { notices, completions, .. } = self;
-        for (number, notice) in notices {
-            let has_some = completions.get(number).is_some_and(|queue| !queue.is_empty());
-            if has_some && notice.is_awaited(own == Some(*number)) {
-                notice.raise();
-            }
-        }
+        let queue = |endpoint| self.completions.get(&endpoint);
+        self.notices.signal(own, |endpoint| queue(endpoint).is_some_and(|queue| !queue.is_empty()));
     }
 }

@@ -155,7 +155,7 @@ impl Shared {
                 inner.lose();
             }
             // Threads that sleep rely on the bell, which this call may have silenced.
-            if inner.notices.iter().all(|(_, notice)| notice.sleepers == 0) || !self.arm(inner) {
+            if !inner.notices.any_sleep(|_| true) || !self.arm(inner) {
                 break;
             }
         }
@@ -407,7 +407,7 @@ impl Endpoint {
         makes_progress: bool,
     ) -> Option<Completion> {
         let mut inner = self.shared.inner.lock();
-        if let Some(notice) = inner.notice(self.number) {
+        if let Some(notice) = inner.notices.get(self.number) {
             notice.lower();
         }
         let mut completion = inner.completions.get_mut(&self.number).and_then(&take);
@@ -443,12 +443,12 @@ impl Endpoint {
     pub(crate) fn descriptor(&self) -> Result<RawFd, Error> {
         let bell = self.shared.bell_descriptor();
         let mut inner = self.shared.inner.lock();
-        let descriptor = inner.new_notice(self.number).and_then(|notice| notice.watch(bell));
+        let descriptor = inner.notices.get_or_new(self.number).and_then(|notice| notice.watch(bell));
         descriptor.map_err(|error| Error::Socket(self.shared.address, error))
     }
 
     pub(crate) fn wake(&self) {
-        if let Some(notice) = self.shared.inner.lock().notice(self.number) {
+        if let Some(notice) = self.shared.inner.lock().notices.get(self.number) {
             notice.raise();
         }
     }
@@ -463,7 +463,7 @@ impl Endpoint {
         let mut inner = shared.inner.lock();
         if shared.arm(&mut inner) {
             // The application may be about to sleep on the endpoint's descriptor.
-            inner.notice(self.number).into_iter().for_each(Notice::raise);
+            inner.notices.get(self.number).into_iter().for_each(Notice::raise);
             return;
         }
         if inner.waiting(self.number) > 0 || inner.is_lost || timeout.is_some_and(|left| left.is_zero()) {
@@ -471,7 +471,7 @@ impl Endpoint {
         }
         // Without an event no other thread can wake this one.
         let mut nap = timeout;
-        let event = match inner.new_notice(self.number) {
+        let event = match inner.notices.get_or_new(self.number) {
             Ok(notice) => {
                 notice.sleepers += 1;
                 Some(notice.event())
@@ -486,7 +486,7 @@ impl Endpoint {
         wait_readable(&[shared.bell_descriptor(), event.unwrap_or(-1)], nap);
         let mut inner = shared.inner.lock();
         if event.is_some()
-            && let Some(notice) = inner.notice(self.number)
+            && let Some(notice) = inner.notices.get(self.number)
         {
             notice.sleepers -= 1;
         }

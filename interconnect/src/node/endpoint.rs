@@ -221,13 +221,13 @@ impl Endpoint {
     pub fn descriptor(&self) -> Result<RawFd, Error> {
         let mut inner = self.shared.inner.lock();
         let descriptor =
-            inner.new_notice(self.number).and_then(|notice| notice.watch(self.shared.descriptor));
+            inner.notices.get_or_new(self.number).and_then(|notice| notice.watch(self.shared.descriptor));
         descriptor.map_err(|error| Error::socket(&self.shared.bind, error))
     }
 
     /// Wakes a thread that sleeps on the endpoint's descriptor, or in `pause` or `wait`.
     pub fn wake(&self) {
-        if let Some(notice) = self.shared.inner.lock().notice(self.number) {
+        if let Some(notice) = self.shared.inner.lock().notices.get(self.number) {
             notice.raise();
         }
     }
@@ -246,7 +246,7 @@ impl Endpoint {
         let now = shared.now();
         if inner.local.arm() {
             // Packets are there. The application may be about to sleep on the endpoint's descriptor.
-            inner.notice(self.number).into_iter().for_each(Notice::raise);
+            inner.notices.get(self.number).into_iter().for_each(Notice::raise);
             return;
         }
         if inner.engine.waiting(self.number) > 0 || end.is_some_and(|end| end <= now) {
@@ -254,7 +254,7 @@ impl Endpoint {
         }
         let others = shared.sleeping.fetch_add(1, Ordering::Relaxed);
         let wake_at = inner.engine.wake_at(now);
-        let notice = inner.new_notice(self.number);
+        let notice = inner.notices.get_or_new(self.number);
         // Without an event no other thread can wake this one.
         let shared_sleep = (others > 0 || notice.is_err()).then_some(now + SHARED_SLEEP_NS);
         let wake = [wake_at, end, shared_sleep].into_iter().flatten().min();
@@ -268,7 +268,7 @@ impl Endpoint {
         wait_readable(&[shared.descriptor, event], wake.map(|wake| wake.saturating_sub(now)));
         shared.sleeping.fetch_sub(1, Ordering::Relaxed);
         if event >= 0
-            && let Some(notice) = shared.inner.lock().notice(self.number)
+            && let Some(notice) = shared.inner.lock().notices.get(self.number)
         {
             notice.sleepers -= 1;
         }

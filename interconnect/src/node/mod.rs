@@ -50,7 +50,7 @@ pub use error::Error;
 use local::Local;
 pub use local::{Attachment, RingCounters};
 pub use name::{name_of, resolve};
-use notice::{Event, Notice};
+use notice::{Event, Notices};
 use pages::Pages;
 use patience::Patience;
 pub use records::Records;
@@ -94,7 +94,7 @@ pub struct Options {
     /// Abstract Unix socket of this host's daemon, which gives shared memory to processes of one host. `None`: all packets take the
     /// network.
     pub meeting: Option<String>,
-    /// Who runs the protocol: `process`, `daemon`, the daemon of this host, or in a virtual machine `vm`, the daemon of the host below.
+    /// Who runs the engine: `process`: this process; `daemon`: this host's vnetd; `vm`, in a virtual machine: the vnetd of its host.
     /// `bounce` is `process` without UDP: packets take TCP connections. `auto` (the default) is `vm` in a virtual machine whose helper runs and
     /// has it from the host, `daemon` in a container whose network prefers it, both only if the application does not register memory of its own, and
     /// otherwise `process`.
@@ -134,7 +134,7 @@ struct Inner {
     /// Memory of the regions, which the node frees when it is dropped.
     kept: Vec<Arc<Pages>>,
     /// By endpoint number. Created when a thread first sleeps on the endpoint, or requests its descriptor.
-    notices: Vec<(u16, Notice)>,
+    notices: Notices,
 }
 
 impl Inner {
@@ -182,34 +182,15 @@ impl Inner {
         Err(Error::Unpermitted(bind.device()))
     }
 
-    fn notice(&mut self, endpoint: u16) -> Option<&mut Notice> {
-        self.notices.iter_mut().find(|(number, _)| *number == endpoint).map(|(_, notice)| notice)
-    }
-
-    fn new_notice(&mut self, endpoint: u16) -> io::Result<&mut Notice> {
-        let place = match self.notices.iter().position(|(number, _)| *number == endpoint) {
-            Some(place) => place,
-            None => {
-                self.notices.push((endpoint, Notice::new()?));
-                self.notices.len() - 1
-            }
-        };
-        Ok(&mut self.notices[place].1)
-    }
-
     fn lower(&mut self, endpoint: u16) {
-        if let Some(notice) = self.notice(endpoint) {
+        if let Some(notice) = self.notices.get(endpoint) {
             notice.lower();
         }
     }
 
     /// Wakes threads that wait for completions which are queued now. `own`: the endpoint whose completions the caller takes.
     fn signal(&mut self, own: Option<u16>) {
-        for (number, notice) in &mut self.notices {
-            if notice.is_awaited(own == Some(*number)) && self.engine.waiting(*number) > 0 {
-                notice.raise();
-            }
-        }
+        self.notices.signal(own, |endpoint| self.engine.waiting(endpoint) > 0);
     }
 }
 
@@ -304,7 +285,7 @@ impl Shared {
                 return arrived;
             }
         }
-        inner.notices.iter_mut().filter(|(_, notice)| notice.sleepers > 0).for_each(|(_, n)| n.raise());
+        inner.notices.wake(|_| true);
         arrived
     }
 
@@ -369,8 +350,7 @@ impl Shared {
         let now = self.now();
         let soon = now + 2 * LOOK.as_nanos() as u64;
         let attends_at = self.attends_at.load(Ordering::Relaxed);
-        let is_late = |notice: &Notice, at: u64| notice.sleepers > 0 && notice.until > at;
-        if attends_at <= soon && !inner.notices.iter().any(|(_, notice)| is_late(notice, soon)) {
+        if attends_at <= soon && !inner.notices.any_sleep(|notice| notice.until > soon) {
             return;
         }
         let Some(at) = inner.engine.wake_at(now).map(|at| at.max(soon)) else { return };
@@ -378,7 +358,7 @@ impl Shared {
             self.attends_at.store(0, Ordering::Relaxed);
             self.wake.raise();
         }
-        inner.notices.iter_mut().filter(|(_, notice)| is_late(notice, at)).for_each(|(_, n)| n.raise());
+        inner.notices.wake(|notice| notice.until > at);
     }
 
     /// Whether a timer has been due for longer than `LOOK`, although threads sleep that wake for timers.
@@ -475,7 +455,7 @@ impl Node {
         let epoch = SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |since| since.as_nanos() as u64);
         let engine = Engine::new(config, epoch, random().map_err(refused)?);
         let packet = Departure::empty();
-        let (kept, notices) = (vec![], vec![]);
+        let (kept, notices) = (vec![], Notices::default());
         let mut inner = Inner { engine, wire, packet, local, seal, streams, bounces, kept, notices };
         let start = Instant::now();
         inner.await_permission(&options.bind, start)?;

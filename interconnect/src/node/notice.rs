@@ -52,8 +52,51 @@ impl Event {
     }
 }
 
+/// The notices of a node's endpoints.
+#[derive(Default)]
+pub(crate) struct Notices(Vec<(u16, Notice)>);
+
+impl Notices {
+    /// That of an endpoint, if threads have waited for it.
+    pub(crate) fn get(&mut self, endpoint: u16) -> Option<&mut Notice> {
+        self.0.iter_mut().find(|(number, _)| *number == endpoint).map(|(_, notice)| notice)
+    }
+
+    /// That of an endpoint, which is created if needed.
+    pub(crate) fn get_or_new(&mut self, endpoint: u16) -> io::Result<&mut Notice> {
+        let place = match self.0.iter().position(|(number, _)| *number == endpoint) {
+            Some(place) => place,
+            None => {
+                self.0.push((endpoint, Notice::new()?));
+                self.0.len() - 1
+            }
+        };
+        Ok(&mut self.0[place].1)
+    }
+
+    /// Whether threads sleep that fulfil a condition.
+    pub(crate) fn any_sleep(&self, is_meant: impl Fn(&Notice) -> bool) -> bool {
+        self.0.iter().any(|(_, notice)| notice.sleepers > 0 && is_meant(notice))
+    }
+
+    /// Wakes the threads that sleep and fulfil a condition.
+    pub(crate) fn wake(&mut self, is_meant: impl Fn(&Notice) -> bool) {
+        let sleeping = self.0.iter_mut().map(|(_, notice)| notice);
+        sleeping.filter(|notice| notice.sleepers > 0 && is_meant(notice)).for_each(Notice::raise);
+    }
+
+    /// Wakes threads that wait for completions, of endpoints that have some. `own`: the endpoint whose completions the caller takes.
+    pub(crate) fn signal(&mut self, own: Option<u16>, has_completions: impl Fn(u16) -> bool) {
+        for (number, notice) in &mut self.0 {
+            if notice.is_awaited(own == Some(*number)) && has_completions(*number) {
+                notice.raise();
+            }
+        }
+    }
+}
+
 impl Notice {
-    pub(crate) fn new() -> io::Result<Self> {
+    fn new() -> io::Result<Self> {
         Ok(Self { event: Event::new()?, is_raised: false, epoll: None, sleepers: 0, until: 0 })
     }
 

@@ -272,7 +272,7 @@ struct Hostilities {
 /// Runs this many operations.
 ///
 /// # Panics
-/// A byte outside registered memory was read or written, or the daemon's side misbehaves in another way.
+/// A byte outside registered memory was read or written, or a guest that does no harm was cut off or not served.
 pub fn run(seed: u64, operations: u64, physical: &dyn Fn() -> Arc<dyn Physical>) -> Report {
     let mut run = Hostilities::new(seed, physical);
     while run.report.operations() < operations {
@@ -506,7 +506,7 @@ impl Hostilities {
 /// Random pages of a guest's memory: inside, at an edge, twice, or anywhere.
 fn share(random: &mut Random) -> Body {
     let any = random.next();
-    // All memories and queues of a guest together have 1 024 windows.
+    // Few numbers, so that messages meet memory that is shared already, and seldom use up a guest's pieces (`PIECES_MAX`).
     let memory = random.of([1, 3, 4, QUEUES.into(), any & 0x3f]) as u32;
     let memory = if random.is_one_in(4_096) { any as u32 } else { memory };
     let count = random.of([0, 1, 1, 1, 2, 3, 16, RUNS_OF_FRAME as u64]);

@@ -182,7 +182,8 @@ impl Connection {
         }
     }
 
-    /// Tells the peer that packets by UDP are not answered: its answers may be what does not arrive. Repeated each second.
+    /// Sends NoAnswers: this node's UDP packets get no answers, perhaps because the answers do not arrive, so the peer is to use TCP, too.
+    /// At most once a second.
     pub(super) fn send_no_answers(&mut self, now: u64) {
         if self.told_at.is_none_or(|at| now.saturating_sub(at) >= NO_ANSWERS_EVERY_NS) {
             self.told_at = Some(now);
@@ -287,8 +288,8 @@ impl Connection {
         Ok(())
     }
 
-    /// Reads once, and gives each complete packet to `take`: 256 KiB at most, more would delay acknowledgements. Returns the last
-    /// control record.
+    /// Reads once, and gives each complete packet to `take`: 256 KiB at most, more would delay acknowledgements. Returns the
+    /// last control record that was read.
     pub(super) fn receive(&mut self, mut take: impl FnMut(&mut [u8])) -> Result<Option<Control>, Closed> {
         if !self.is_open() && !self.read_preface()? {
             return Ok(None);

@@ -54,7 +54,7 @@ const UNUSED_NS: u64 = 10_000_000_000;
 const READ_EVERY_NS: u64 = 1_000_000;
 /// Callers that are remembered for `CONNECT_EVERY_NS`: one from each address may come in that time.
 const CALLERS_MAX: usize = 4_096;
-/// Bytes of a probe in front of its padding.
+/// Length of a UDP probe without its padding: magic and secret.
 const PROBE: usize = MAGIC.len() + SECRET;
 
 /// Counters of the connections that stand in for UDP.

@@ -156,7 +156,7 @@ impl Streams {
         self.listener.is_some()
     }
 
-    /// Connections that stand in for UDP, and have been accepted since the last call.
+    /// TCP connections for the bounce that peers have opened since the last call.
     pub(super) fn callers(&mut self) -> impl Iterator<Item = Caller> {
         self.callers.drain(..)
     }

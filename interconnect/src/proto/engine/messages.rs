@@ -26,7 +26,7 @@ pub struct Seen {
 
 /// What a peer's packet brings for an endpoint.
 pub(super) enum Admitted {
-    /// `bytes`: number of bytes that the engine keeps if no buffer is posted.
+    /// `bytes`: length of the message's copy in the engine's memory, if no buffer is posted for it.
     Message { tag: Option<u64>, from: Peer, bytes: usize },
     /// A write whose bytes are in place.
     Write,
