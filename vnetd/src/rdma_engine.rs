@@ -225,7 +225,7 @@ mod tests {
     #[test]
     fn containers_of_networks_that_allow_it_are_served_by_their_weight_and_rate() {
         let text = "[host]\nname = 'h'\n[[network]]\nid = 1\ndaemon_engine = true\n\
-                    [[network]]\nid = 7\nprefer_daemon_engine = true\n\
+                    [[network]]\nid = 7\n\
                     [[network]]\nid = 8\ndaemon_engine = true\nprefer_daemon_engine = true\n";
         let mut desired = config::parse("test", text).unwrap().desired;
         let interface = |netns: &str, network: usize, weight, rate_limit| {

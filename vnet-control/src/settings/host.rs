@@ -507,7 +507,12 @@ pub static NETWORK: Declaration<NetworkSpec> = Declaration {
 
 pub(super) fn read_network(table: KeyTable, notes: &mut Notes) -> Option<Item<NetworkSpec>> {
     let before = notes.problems.len();
-    let item = read(&NETWORK, table, notes, |_, _| ());
+    let item = read(&NETWORK, table, notes, |reader, network| {
+        if network.prefer_daemon_engine && !network.daemon_engine {
+            let text = "prefer_daemon_engine needs daemon_engine = true, which allows the engine";
+            reader.problem(&reader.place_of("prefer_daemon_engine"), text);
+        }
+    });
     (notes.problems.len() == before).then_some(item)
 }
 
