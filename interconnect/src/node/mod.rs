@@ -28,7 +28,6 @@ mod tcp;
 mod udp;
 mod wire;
 
-use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::os::fd::{AsFd, RawFd};
 use std::sync::Arc;
