@@ -1,5 +1,6 @@
 //! Streams between two nodes of one process.
 
+use std::io;
 use std::io::{Read, Write};
 use std::net::TcpStream;
 
