@@ -1,7 +1,6 @@
 //! Streams between two nodes of one process.
 
-use std::io;
-use std::io::{Read, Write};
+use std::io::{self, Read, Write};
 use std::net::TcpStream;
 
 use crate::node::tests::{BOTH, LEN, Two};
