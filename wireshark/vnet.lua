@@ -377,6 +377,7 @@ local v = {
     heard = ProtoField.uint32("vnet_rdma_vm.heard", "Heard"),
     asks = ProtoField.bool("vnet_rdma_vm.asks", "Wants an answer"),
     mac = ProtoField.ether("vnet_rdma_vm.mac", "MAC address"),
+    length = ProtoField.uint16("vnet_rdma_vm.length", "Length of the datagram"),
 }
 local VM_ADDRESS = { { v.ip, 16 }, { nil, 4 }, { v.port, 2 }, { nil, 1 } }
 -- Name and the fields with their sizes in bytes.
@@ -391,6 +392,7 @@ local VM_KINDS = {
     { "NEIGHBOUR", { { v.ip, 16 }, { v.mac, 6 } } },
     { "CLOSE", {} },
     { "CLOSED", {} },
+    { "DATAGRAM", { { v.ip, 16 }, { nil, 4 }, { v.port, 2 }, { nil, 1 }, { v.length, 2 } } },
 }
 local vm_fields = {}
 for _, field in pairs(v) do
@@ -430,6 +432,12 @@ function vm.dissector(buffer, pinfo, tree)
             own:add(v.addr, buffer(at, 8)):append_text(", " .. buffer(at + 8, 4):uint() .. " pages")
             own:add(v.pages, buffer(at + 8, 4))
             at = at + 12
+        end
+    end
+    if kind[1] == "DATAGRAM" then
+        local length = buffer(at - 2, 2):uint()
+        if length > 0 and at + length <= buffer:len() then
+            rdma.dissector(buffer(at, length):tvb(), pinfo, tree)
         end
     end
     return buffer:len()

@@ -27,6 +27,9 @@ ROUNDS = 64
 ATTACHMENT_ETHERNET = 4
 CONTROL = "03766e657401" + "525400010001" + "88b5" + b"vrdm\x01\x01".hex() + "00" * 58
 """A control frame of a virtual machine, from a container."""
+RESET = 2
+INSIDE = "03766e657401" + "525400010001" + "88b5" + b"vrdm\x01\x0b".hex() + "00" * 26 + "00" * 23 + "0010" + "12" + "00" * 15
+"""A control frame with a datagram between two applications of a virtual machine: a packet of the kind RESET."""
 
 
 @pytest.fixture(scope="module", params=["tap", "veth"])
@@ -110,6 +113,7 @@ def test_wireshark_shows_the_frames_in_containers_and_inside_links(lab: Topology
     with underlay_capture(near) as inside, underlay_capture(lab.hosts[0]) as outside:
         assert measured(near, far)["attachment"] == "ethernet"
         send(near, CONTROL)
+        send(near, INSIDE)
     fields = ["-e", "vnet_rdma.kind", "-e", "vnet_rdma_ether.to", "-e", "vnet_rdma_ether.from", "-e", "eth.dst"]
     lines = dissected(tmp_path, inside[0], "vnet_rdma_ether", *fields)
     assert {int(kind) for kind, *_ in lines} >= {HELLO, WELCOME, MESSAGE, WRITE}
@@ -118,7 +122,10 @@ def test_wireshark_shows_the_frames_in_containers_and_inside_links(lab: Topology
     assert to == PORT
     assert source >= FREE_FROM, "the client has any free port"
     assert dissected(tmp_path, inside[0], "_ws.malformed", "-e", "frame.number") == []
-    assert dissected(tmp_path, inside[0], "vnet_rdma_vm", "-e", "vnet_rdma_vm.kind") == [["1"]]
+    assert dissected(tmp_path, inside[0], "vnet_rdma_vm", "-e", "vnet_rdma_vm.kind", "-e", "vnet_rdma.kind") == [
+        ["1", ""],
+        ["11", str(RESET)],
+    ]
     if lab.settings.container == "tap":
         lines = dissected(tmp_path, outside[0], "vnet && vnet_rdma_ether", "-e", "vnet_rdma.kind")
         assert {int(kind) for line in lines for kind in line[0].split(",")} >= {HELLO, WELCOME, MESSAGE, WRITE}

@@ -12,7 +12,7 @@ from rdma_guests import assert_nothing_is_left, endpoints, guest_server, rdma_me
 from rdma_perf import perf_server
 
 from vnetlab import channel, machine, process
-from vnetlab.rdma import BOOT_S, HELPER, PERF, PORT, command, figures, start_helper, start_helpers
+from vnetlab.rdma import BOOT_S, HELPER, PERF, PORT, command, figures, start, start_helper, start_helpers
 from vnetlab.run import run, wait_until
 from vnetlab.topology import Topology
 
@@ -54,6 +54,22 @@ def test_the_hosts_engine_is_chosen_by_itself(lab: Topology):
         assert chosen("") == "udp"
     finally:
         start_helper(near)
+    assert_nothing_is_left(lab)
+
+
+def test_both_engines_meet_inside_one_machine(lab: Topology):
+    """The helper passes packets on, which no network could carry."""
+    guest = lab.find("h1v1")
+    with guest_server(guest) as name:
+        words = command("client", name, "65536", "1", attachment="process")
+        seen = figures(machine.execute(guest, *words, timeout_s=BOOT_S))
+    print(f"process engine to vnetd's: {seen}")
+    assert (seen["attachment"], int(seen["messages"]) > 10) == ("udp", True)
+    name = f"{guest.address}:{PORT}"
+    start(guest, f"env VNET_RDMA_ATTACHMENT=process {PERF} server {name} once", Path("/tmp/own.log"), f"{name}/0")
+    seen = figures(machine.execute(guest, *command("client", f"{name}/0", "65536", "1"), timeout_s=BOOT_S))
+    print(f"vnetd's engine to that of a process: {seen}")
+    assert (seen["attachment"], int(seen["messages"]) > 10) == ("vm", True)
     assert_nothing_is_left(lab)
 
 

@@ -83,5 +83,16 @@ def test_two_applications_of_one_machine_need_no_link(lab: Topology):
     assert_nothing_is_left(lab)
 
 
+def test_both_engines_of_one_machine_need_no_link(lab: Topology):
+    """Only the helper carries their packets, so none leaves the machine."""
+    host, guest = lab.hosts[0], lab.find("h1v1")
+    with guest_server(guest) as name:
+        words = command("client", name, "65536", "0.2", attachment="process")
+        seen = figures(machine.execute(guest, *words, timeout_s=BOOT_S))
+    assert seen["attachment"] == "udp"
+    assert seal_drops(host, guest)["clear"] == 0
+    assert_nothing_is_left(lab)
+
+
 def test_every_frame_is_accounted_for(lab: Topology):
     assert_balanced(lab)

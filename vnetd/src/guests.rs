@@ -269,6 +269,10 @@ impl Nic for GuestNic {
         Ok(Box::new(GuestDatagrams { sideband: Arc::clone(&self.sideband), port }))
     }
 
+    fn pass(&self, frame: GuestFrame) {
+        self.sideband.pass(to_message(frame));
+    }
+
     fn reach(&self, stations: &Stations) -> Reach {
         let mut answers = self.answers.lock();
         let keeper = answers.keeper(Instant::now(), &mut self.looked_up.lock());
@@ -336,6 +340,10 @@ impl Datagrams for GuestDatagrams {
 
     fn mtu(&self) -> usize {
         self.sideband.mtu()
+    }
+
+    fn reaches(&self, address: SocketAddr) -> bool {
+        self.sideband.has_port(address)
     }
 }
 

@@ -17,12 +17,18 @@ use crate::{interfaces, neighbour, pin};
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 /// Neighbours that are looked for at once.
 const LOOKED_FOR_MAX: usize = 1024;
+/// How long the machine's addresses count as known.
+const OWN_FRESH: Duration = Duration::from_secs(1);
+/// Bytes of datagrams from other applications of the machine that wait for the helper, as the kernel counts them: about a hundred at once are usual.
+const RECEIVE_ROOM: usize = 1 << 20;
 /// Interval at which the same note is repeated at most.
 const NOTE_EVERY: Duration = Duration::from_secs(10);
 
 /// This machine.
 pub struct LinuxMachine {
     packets: OwnedFd,
+    /// The machine's addresses, and when they were asked for.
+    own: Mutex<(Vec<IpAddr>, Option<Instant>)>,
     looked_for: Mutex<HashMap<IpAddr, Instant>>,
     noted: Mutex<Option<(String, Instant)>>,
 }
@@ -39,7 +45,7 @@ impl LinuxMachine {
         }
         // SAFETY: the kernel has just returned this descriptor, and nobody else owns it.
         let packets = unsafe { OwnedFd::from_raw_fd(socket) };
-        Ok(Self { packets, looked_for: Mutex::default(), noted: Mutex::default() })
+        Ok(Self { packets, own: Mutex::default(), looked_for: Mutex::default(), noted: Mutex::default() })
     }
 }
 
@@ -90,16 +96,26 @@ impl Machine for LinuxMachine {
         let all = interfaces::ethernet()?;
         let none = || io::Error::from_raw_os_error(libc::EADDRNOTAVAIL);
         let (interface, ip) = interfaces::choose(&all, bind).ok_or_else(none)?;
-        // Bound, but never read: the host takes the datagrams to this address.
         let socket = UdpSocket::bind((ip, bind.port()))?;
+        rustix::net::sockopt::set_socket_recv_buffer_size_force(&socket, RECEIVE_ROOM)?;
         let (address, index, mac) = (socket.local_addr()?, interface.index, interface.mac);
-        Ok(Reserved { address, interface: index, mac, keep: Box::new(socket) })
+        Ok(Reserved { address, interface: index, mac, socket })
+    }
+
+    fn is_own(&self, ip: IpAddr) -> bool {
+        let (mut own, now) = (self.own.lock(), Instant::now());
+        if own.1.is_none_or(|at| now.saturating_duration_since(at) >= OWN_FRESH)
+            && let Ok(all) = interfaces::ethernet()
+        {
+            *own = (all.into_iter().flat_map(|interface| interface.addresses).collect(), Some(now));
+        }
+        ip.is_loopback() || own.0.contains(&ip)
     }
 
     fn resolve(&self, interface: u32, ip: IpAddr) -> Option<MacAddress> {
-        let own = interfaces::ethernet().ok()?.into_iter().find(|known| known.index == interface)?;
-        if own.addresses.contains(&ip) {
-            return Some(own.mac);
+        if self.is_own(ip) {
+            let all = interfaces::ethernet().ok()?;
+            return all.iter().find(|known| known.index == interface).map(|known| known.mac);
         }
         let found = neighbour::known(ip, interface);
         let mut looked_for = self.looked_for.lock();

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 pub use super::udp_frame::MacAddress;
-use super::udp_frame::{Ends, Headers, headers_to, parse};
+use super::udp_frame::{ETHERNET, Ends, Headers, UDP, headers_to, parse};
 use crate::node::socket::{Received, Socket};
 use crate::proto::Departure;
 use crate::seal::{OVERHEAD, Session};
@@ -53,6 +53,24 @@ pub trait Datagrams: Send {
 
     /// MTU of the interface.
     fn mtu(&self) -> usize;
+
+    /// Whether somebody takes the datagrams to this other address of the machine in the same way.
+    fn reaches(&self, address: SocketAddr) -> bool;
+}
+
+/// Speaks to the helper in the virtual machine.
+pub(crate) trait ToHelper: Send {
+    /// Asks for the MAC address of a peer.
+    fn ask(&self, ip: IpAddr);
+
+    /// Has a datagram of at most `datagram_max` bytes sent to an application of the machine.
+    fn pass(&self, to: SocketAddr, bytes: &[u8]);
+
+    /// Largest datagram that it passes on.
+    fn datagram_max(&self) -> usize;
+
+    /// Source of the frames with datagrams that it has passed on. It limits only what goes back, so nobody gains by forging it.
+    fn source(&self) -> MacAddress;
 }
 
 /// MAC addresses of peers, as the virtual machine's kernel knows them. What arrives in frames is no source: whoever sends a datagram in a peer's
@@ -101,8 +119,7 @@ pub(crate) struct GuestPort {
     address: SocketAddr,
     mac: MacAddress,
     neighbours: Arc<Mutex<Neighbours>>,
-    /// Asks the virtual machine for the MAC address of a peer.
-    ask: Box<dyn Fn(IpAddr) + Send>,
+    helper: Box<dyn ToHelper>,
     train: Train,
     /// The frame that was received last.
     received: Vec<u8>,
@@ -124,9 +141,9 @@ impl GuestPort {
         datagrams: Box<dyn Datagrams>,
         (address, mac): (SocketAddr, MacAddress),
         neighbours: Arc<Mutex<Neighbours>>,
-        ask: Box<dyn Fn(IpAddr) + Send>,
+        helper: Box<dyn ToHelper>,
     ) -> Self {
-        Self { datagrams, address, mac, neighbours, ask, train: Train::default(), received: vec![] }
+        Self { datagrams, address, mac, neighbours, helper, train: Train::default(), received: vec![] }
     }
 
     pub(super) fn address(&self) -> SocketAddr {
@@ -145,7 +162,9 @@ impl GuestPort {
             let bytes = &mut self.received[datagram.payload];
             let segment = if frame.segment > 0 { frame.segment.into() } else { bytes.len().max(1) };
             let (from, congestion) = (datagram.from, datagram.congestion);
-            return Some(Received { from, bytes, segment, congestion });
+            let is_passed_on = datagram.from_mac == self.helper.source();
+            let way_back_max = is_passed_on.then(|| self.helper.datagram_max());
+            return Some(Received { from, bytes, segment, congestion, way_back_max });
         }
     }
 
@@ -198,17 +217,21 @@ impl GuestPort {
             (neighbours.known(to.ip()), neighbours.asks(to.ip(), Instant::now()))
         };
         if asks {
-            (self.ask)(to.ip());
+            self.helper.ask(to.ip());
         }
         let Some(to_mac) = known else { return };
         let (at, mut bytes) = (headers_to(to), train.bytes);
+        if to_mac == self.mac && !self.datagrams.reaches(to) {
+            let (datagrams, most) = (bytes[at..].chunks(train.segment.max(1)), self.helper.datagram_max());
+            return datagrams.filter(|one| one.len() <= most).for_each(|one| self.helper.pass(to, one));
+        }
         let ends = Ends { from: self.address, from_mac: self.mac, to, to_mac };
         let headers = Headers::new(&ends, bytes.len() - at);
-        let is_too_long = at + train.segment > self.datagrams.mtu() + super::udp_frame::ETHERNET;
+        let is_too_long = at + train.segment > self.datagrams.mtu() + ETHERNET;
         let Some(headers) = headers.filter(|_| !is_too_long) else { return };
         bytes[..at].copy_from_slice(headers.as_bytes());
         let segment = if train.packets > 1 { train.segment as u16 } else { 0 };
-        let partial_from = (at - 8) as u16;
+        let partial_from = (at - UDP) as u16;
         self.datagrams.send(GuestFrame { bytes, partial_from, is_verified: false, segment });
     }
 }
@@ -271,9 +294,19 @@ impl Carrier {
         match self {
             Carrier::Socket(_) => 65_507,
             Carrier::Guest(port) => {
-                let headers = headers_to(port.address) - super::udp_frame::ETHERNET;
+                let headers = headers_to(port.address) - ETHERNET;
                 port.datagrams.mtu().saturating_sub(headers)
             }
+        }
+    }
+
+    /// Largest datagram to a peer to which the process's kernel has a route for datagrams of `bytes`.
+    pub(super) fn datagram_max_by(&self, bytes: usize) -> usize {
+        let most = self.datagram_max();
+        match self {
+            // In a virtual machine only the loopback device takes more than the interface: the helper may have to pass them on.
+            Carrier::Guest(port) if bytes > most => most.min(port.helper.datagram_max()),
+            _ => bytes.min(most),
         }
     }
 

@@ -192,6 +192,9 @@ impl Served {
             let Some(mut received) = self.carrier.receive() else { break };
             worked = true;
             let (from, congestion) = (received.from, received.congestion);
+            if let Some(most) = received.way_back_max {
+                self.engine.limit_datagram(from, most);
+            }
             for packet in segments_mut(&mut received) {
                 self.counts.packets_in += 1;
                 if let Some(packet) = self.seals.arrive(now, from, packet) {
@@ -294,7 +297,7 @@ impl Served {
                 done(ticket, if self.engine.deregister(key) { Ok(1) } else { Err(PostError::UnknownKey) })
             }
             Submission::Route { address, bytes } => {
-                let bytes = usize::try_from(bytes).unwrap_or(usize::MAX).min(self.carrier.datagram_max());
+                let bytes = self.carrier.datagram_max_by(usize::try_from(bytes).unwrap_or(usize::MAX));
                 self.engine.set_datagram(address, self.seals.set_size(address, bytes));
                 None
             }

@@ -10,7 +10,7 @@ pub type MacAddress = [u8; 6];
 pub(crate) const ETHERNET: usize = 14;
 const IPV4: usize = 20;
 const IPV6: usize = 40;
-const UDP: usize = 8;
+pub(crate) const UDP: usize = 8;
 /// Headers of the largest kind.
 pub(crate) const HEADERS_MAX: usize = ETHERNET + IPV6 + UDP;
 const ETHERTYPE_IPV4: [u8; 2] = [8, 0];

@@ -19,7 +19,7 @@ const SILENCE_MAX: Duration = Duration::from_secs(6);
 const ALIVE_EVERY: Duration = Duration::from_secs(1);
 
 /// What the daemon has said.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
     /// The engine runs at this address.
     Attached(SocketAddr),
@@ -29,6 +29,8 @@ pub enum Event {
     Ring,
     /// The daemon asks for the MAC address of a peer.
     Ask(IpAddr),
+    /// The engine has sent a datagram to another application of the machine.
+    Datagram(SocketAddr, Vec<u8>),
     /// The engine has ended, or the daemon is silent.
     Lost,
 }
@@ -123,8 +125,20 @@ impl Client {
         }
     }
 
+    /// The frame with a datagram for the application, which `from` has sent: another one of the machine. `None`: the engine does not run.
+    pub fn datagram(&self, from: SocketAddr, bytes: &[u8]) -> Option<Vec<u8>> {
+        let body = Body::Datagram { other: from, bytes: bytes.to_vec() };
+        let (attachment, token) = (self.attachment, self.token);
+        self.is_running().then(|| Message { attachment, token, body }.encode(self.mac, GROUP))
+    }
+
+    /// Whether the engine runs.
+    pub fn is_running(&self) -> bool {
+        self.phase == Phase::Running
+    }
+
     /// Takes a message of the daemon.
-    pub fn hear(&mut self, now: Instant, message: &Message) -> Option<Event> {
+    pub fn hear(&mut self, now: Instant, message: Message) -> Option<Event> {
         let is_own = message.token == self.token
             && (message.attachment == self.attachment
                 || matches!(message.body, Body::Opened(_) | Body::Declined(_)));
@@ -132,19 +146,19 @@ impl Client {
             return None;
         }
         self.heard_at = now;
-        match (&message.body, self.phase) {
+        match (message.body, self.phase) {
             (Body::Opened(address), Phase::Opening) => {
-                (self.attachment, self.address) = (message.attachment, Some(*address));
+                (self.attachment, self.address) = (message.attachment, Some(address));
                 (self.phase, self.asked) = (Phase::Sharing, None);
                 None
             }
             (Body::Declined(why), Phase::Opening) => {
                 self.phase = Phase::Closed;
-                Some(Event::Declined(*why))
+                Some(Event::Declined(why))
             }
             (Body::Declined(why), Phase::Sharing) => {
                 self.close();
-                Some(Event::Declined(*why))
+                Some(Event::Declined(why))
             }
             (Body::Closed, Phase::Closing) => {
                 self.phase = Phase::Closed;
@@ -155,12 +169,13 @@ impl Client {
                 Some(Event::Lost)
             }
             (Body::Shared { memory, next, state }, Phase::Sharing | Phase::Running) => {
-                self.shared(*memory, (*next).into(), *state)
+                self.shared(memory, next.into(), state)
             }
             (Body::Ring { rung, heard, asks }, Phase::Running) => {
-                self.doorbell.hear(*rung, *heard, *asks).then_some(Event::Ring)
+                self.doorbell.hear(rung, heard, asks).then_some(Event::Ring)
             }
-            (Body::Ask(ip), Phase::Running) => Some(Event::Ask(*ip)),
+            (Body::Ask(ip), Phase::Running) => Some(Event::Ask(ip)),
+            (Body::Datagram { other, bytes }, Phase::Running) => Some(Event::Datagram(other, bytes)),
             _ => None,
         }
     }

@@ -239,6 +239,12 @@ impl Nic for FakeGuest {
         Ok(Box::new(FakePort { address, queue, network, mtu: self.mtu, clear_packets }))
     }
 
+    fn pass(&self, frame: GuestFrame) {
+        let to = crate::daemon::udp_frame::parse(&frame.bytes, true).map(|datagram| datagram.to);
+        let port = to.and_then(|to| self.network.lock().get(&to).cloned());
+        port.iter().for_each(|port| port.put(frame.clone()));
+    }
+
     fn reach(&self, stations: &Stations) -> Reach {
         assert_eq!(stations.own.1, self.mac);
         match *self.reach.lock() {
@@ -290,6 +296,10 @@ impl Datagrams for FakePort {
     fn mtu(&self) -> usize {
         self.mtu
     }
+
+    fn reaches(&self, address: SocketAddr) -> bool {
+        self.network.lock().contains_key(&address)
+    }
 }
 
 impl Drop for FakePort {
@@ -320,11 +330,16 @@ impl Machine for FakeGuest {
     fn reserve(&self, bind: SocketAddr) -> io::Result<Reserved> {
         // Ports from the ephemeral range of a socket that is kept open.
         let socket = std::net::UdpSocket::bind(bind)?;
-        Ok(Reserved { address: socket.local_addr()?, interface: 1, mac: self.mac, keep: Box::new(socket) })
+        Ok(Reserved { address: socket.local_addr()?, interface: 1, mac: self.mac, socket })
+    }
+
+    fn is_own(&self, ip: IpAddr) -> bool {
+        // Of all loopback addresses, those of this guest.
+        ip == IpAddr::from([127, 1, 0, self.mac[5]])
     }
 
     fn resolve(&self, _interface: u32, ip: IpAddr) -> Option<MacAddress> {
-        ip.is_loopback().then_some([2, 9, 9, 9, 9, 9])
+        ip.is_loopback().then_some(if self.is_own(ip) { self.mac } else { [2, 9, 9, 9, 9, 9] })
     }
 
     fn note(&self, text: &str) {

@@ -2,11 +2,13 @@
 //!
 //! One thread runs [`Helper::run`]. Another one, of the meeting point, asks for attachments ([`Helper::attach`]) and waits until the daemon
 //! has answered. The memory of an application is pinned until the daemon has confirmed that it does not use it any more, also if
-//! the application is gone: its pages must not become somebody else's before.
+//! the application is gone: its pages must not become somebody else's before. Datagrams between two applications of the machine pass here if only
+//! one has the daemon's engine (`relay.rs`).
 
 use std::io;
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::Arc;
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::time::{Duration, Instant};
 
@@ -15,7 +17,8 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
 use super::client::{Client, Event};
-use super::wire::{Body, FRAME_MAX, GROUP, Message, RUNS_MAX, Run, Token};
+use super::relay::Pace;
+use super::wire::{Body, DATAGRAM_MAX, FRAME_MAX, GROUP, Message, RUNS_MAX, Run, Token};
 use crate::closer::close_or_leak_now;
 use crate::daemon::{MacAddress, queue};
 use crate::meeting::{Decline, Ends, Request};
@@ -31,9 +34,10 @@ const RESOLVE_WITHIN: Duration = Duration::from_secs(2);
 const RESOLVE_EVERY: Duration = Duration::from_millis(5);
 /// Addresses that are looked for at once, of one attachment.
 const UNRESOLVED_MAX: usize = 64;
-/// Frames and words of one turn.
+/// Frames of one turn, and words and datagrams of one attachment.
 const FRAMES: usize = 64;
 const WORDS: usize = 64;
+const DATAGRAMS: usize = 32;
 /// Longest sleep.
 const SLEEP_MAX: Duration = Duration::from_secs(1);
 
@@ -53,8 +57,8 @@ pub struct Reserved {
     pub interface: u32,
     /// MAC address of the interface.
     pub mac: MacAddress,
-    /// Dropping it frees the address.
-    pub keep: Box<dyn Send>,
+    /// Bound to the address. It gets what other applications of the machine send there: the host takes the datagrams from elsewhere.
+    pub socket: UdpSocket,
 }
 
 /// What the helper needs of its machine.
@@ -80,7 +84,10 @@ pub trait Machine: Send + Sync {
     /// It is not the machine's, or taken.
     fn reserve(&self, bind: SocketAddr) -> io::Result<Reserved>;
 
-    /// The MAC address of a peer, if it is known already; otherwise the machine looks for it.
+    /// Whether this is an address of the machine.
+    fn is_own(&self, ip: IpAddr) -> bool;
+
+    /// The MAC address of a peer, if it is known already; otherwise the machine looks for it. The machine's own addresses have that of the interface.
     fn resolve(&self, interface: u32, ip: IpAddr) -> Option<MacAddress>;
 
     /// Tells the administrator.
@@ -96,8 +103,8 @@ struct Attached {
     outcome: Option<SyncSender<Result<SocketAddr, Decline>>>,
     /// Peers whose MAC address is looked for, and until when.
     unresolved: Vec<(IpAddr, Instant)>,
-    /// Pinned memory, and the reserved address.
-    _reserved: Box<dyn Send>,
+    /// Reserves the address.
+    socket: Arc<UdpSocket>,
     pinned: Vec<(OwnedFd, Pinned)>,
 }
 
@@ -105,6 +112,8 @@ struct Attached {
 pub struct Helper {
     machine: Box<dyn Machine>,
     attached: Mutex<Vec<Attached>>,
+    /// Of the datagrams of all attachments.
+    pace: Mutex<Pace>,
     wake: OwnedFd,
 }
 
@@ -119,7 +128,7 @@ impl Helper {
             machine.send(*interface, &all.encode(*mac, GROUP));
         }
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        Ok(Self { machine, attached: Mutex::default(), wake })
+        Ok(Self { machine, attached: Mutex::default(), pace: Mutex::default(), wake })
     }
 
     /// Attaches an application to the engine of the host's daemon: for [`Host::serve`](crate::meeting::Host::serve).
@@ -129,6 +138,7 @@ impl Helper {
     pub fn attach(&self, request: &Request) -> Result<Ends, Decline> {
         let refused = |error: &io::Error| Decline::Address(error.raw_os_error().unwrap_or(0));
         let reserved = self.machine.reserve(request.bind).map_err(|error| refused(&error))?;
+        reserved.socket.set_nonblocking(true).map_err(|error| refused(&error))?;
         let no_memory = |error: io::Error| {
             self.machine.note(&format!("cannot pin the queues of an application: {error}"));
             Decline::Memory
@@ -156,7 +166,7 @@ impl Helper {
                 ear: Some(Bell::new(ear)),
                 outcome: Some(sender),
                 unresolved: vec![],
-                _reserved: reserved.keep,
+                socket: Arc::new(reserved.socket),
                 pinned: vec![(own, pinned)],
             });
         }
@@ -186,6 +196,7 @@ impl Helper {
         let mut next = now + SLEEP_MAX;
         for known in attached.iter_mut() {
             self.hear_application(known);
+            self.relay(known, now);
             self.resolve(known, now);
             loop {
                 let (frame, event) = known.client.depart(now);
@@ -204,12 +215,18 @@ impl Helper {
             .iter()
             .filter_map(|known| known.ear.as_ref()?.descriptor().try_clone_to_owned().ok())
             .collect();
+        let full_until = self.pace.lock().full_until(now);
+        let hears = |known: &&Attached| full_until.is_none() && known.client.is_running();
+        let sockets: Vec<Arc<UdpSocket>> =
+            attached.iter().filter(hears).map(|known| Arc::clone(&known.socket)).collect();
+        next = full_until.into_iter().fold(next, Instant::min);
         drop(attached);
         let mut polled = vec![
             PollFd::new(&self.wake, PollFlags::IN),
             PollFd::from_borrowed_fd(self.machine.descriptor(), PollFlags::IN),
         ];
         polled.extend(ears.iter().map(|ear| PollFd::new(ear, PollFlags::IN)));
+        polled.extend(sockets.iter().map(|socket| PollFd::new(&**socket, PollFlags::IN)));
         let left = next.saturating_duration_since(Instant::now());
         let time = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
         match poll(&mut polled, Some(&time)) {
@@ -225,7 +242,7 @@ impl Helper {
             let Some((_, message)) = buffer.get(..len).and_then(Message::decode) else { continue };
             let known = attached.iter_mut().find(|known| known.client.token() == message.token);
             if let Some(known) = known
-                && let Some(event) = known.client.hear(Instant::now(), &message)
+                && let Some(event) = known.client.hear(Instant::now(), message)
             {
                 self.happened(known, Instant::now(), event);
             }
@@ -251,11 +268,37 @@ impl Helper {
                     known.unresolved.push((ip, now + RESOLVE_WITHIN));
                 }
             }
+            Event::Datagram(to, bytes) if self.machine.is_own(to.ip()) => {
+                // What its socket does not take counts as lost, as in a network.
+                let _ = known.socket.send_to(&bytes, to);
+            }
+            Event::Datagram(..) => {}
             // The application finds its bell closed.
             Event::Lost => {
                 let lost = Err(Decline::Silent);
                 known.outcome.take().into_iter().for_each(|outcome| _ = outcome.send(lost));
                 known.ear = None;
+            }
+        }
+    }
+
+    /// Passes on what other applications of the machine have sent to this one.
+    fn relay(&self, known: &Attached, now: Instant) {
+        let mut buffer = [0; DATAGRAM_MAX + 1];
+        for _ in 0..DATAGRAMS {
+            // They wait in the socket until the engine runs, and until there is room.
+            if !known.client.is_running() || self.pace.lock().full_until(now).is_some() {
+                return;
+            }
+            let Ok((len, from)) = known.socket.recv_from(&mut buffer) else { return };
+            if len > DATAGRAM_MAX || !self.machine.is_own(from.ip()) {
+                let limit = format!("it has more than {DATAGRAM_MAX} bytes, or an address from outside");
+                self.machine.note(&format!("a datagram of {from} for an application was dropped: {limit}"));
+                continue;
+            }
+            self.pace.lock().takes(now);
+            if let Some(frame) = known.client.datagram(from, &buffer[..len]) {
+                self.machine.send(known.interface, &frame);
             }
         }
     }

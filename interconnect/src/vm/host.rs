@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -17,10 +17,15 @@ use super::doorbell::Doorbell;
 use super::nic::Nic;
 use super::per_second::PerSecond;
 use super::questions::Questions;
-use super::wire::{Body, Message, OWN, PAGE, QUEUES, QUEUES_BYTES, RUNS_MAX, Run, ShareState, Token};
-use crate::daemon::carrier::{GuestPort, Neighbours};
+use super::wire::{
+    Body, DATAGRAM_MAX, Message, OWN, PAGE, QUEUES, QUEUES_BYTES, RUNS_MAX, Run, ShareState, Token,
+};
+use crate::daemon::carrier::{GuestPort, Neighbours, ToHelper};
 use crate::daemon::lent::Inbox;
-use crate::daemon::{ContainerId, Datagrams, GuestEnds, Lent, MacAddress, Service, ShareSettings};
+use crate::daemon::udp_frame::{Ends, Headers, UDP};
+use crate::daemon::{
+    ContainerId, Datagrams, GuestEnds, GuestFrame, Lent, MacAddress, Service, ShareSettings,
+};
 use crate::meeting::{Decline, Request};
 use crate::random::random;
 use crate::ring::Bell;
@@ -79,6 +84,39 @@ struct Attachment {
     lent: Vec<Weak<dyn Lent>>,
     heard_at: Instant,
     is_closing: bool,
+}
+
+/// Speaks to the helper for an engine.
+struct Caller {
+    nic: Arc<dyn Nic>,
+    mac: MacAddress,
+    attachment: u64,
+    token: Token,
+}
+
+impl Caller {
+    fn tell(&self, body: Body) {
+        let Self { attachment, token, .. } = *self;
+        self.nic.tell(&Message { attachment, token, body }.encode(OWN, self.mac));
+    }
+}
+
+impl ToHelper for Caller {
+    fn ask(&self, ip: IpAddr) {
+        self.tell(Body::Ask(ip));
+    }
+
+    fn pass(&self, to: SocketAddr, bytes: &[u8]) {
+        self.tell(Body::Datagram { other: to, bytes: bytes.to_vec() });
+    }
+
+    fn datagram_max(&self) -> usize {
+        DATAGRAM_MAX
+    }
+
+    fn source(&self) -> MacAddress {
+        OWN
+    }
 }
 
 /// The attachments of one guest.
@@ -156,6 +194,7 @@ impl GuestHost {
                 }
             }
             Body::Neighbour(ip, mac) => known.neighbours.lock().learn(ip, mac, now),
+            Body::Datagram { other, bytes } => known.relay(&*self.nic, now, other, &bytes),
             _ => {}
         }
     }
@@ -297,13 +336,10 @@ impl GuestHost {
             return Ok(false);
         }
         let Some(datagrams) = known.datagrams.take() else { return Ok(false) };
-        let (nic, mac, names) = (Arc::clone(&self.nic), known.mac, (known.number, known.token));
-        let ask = move |ip: IpAddr| {
-            let (attachment, token) = names;
-            nic.tell(&Message { attachment, token, body: Body::Ask(ip) }.encode(OWN, mac));
-        };
+        let (nic, mac) = (Arc::clone(&self.nic), known.mac);
+        let helper = Caller { nic, mac, attachment: known.number, token: known.token };
         let (address, neighbours) = ((known.request.bind, mac), Arc::clone(&known.neighbours));
-        let port = GuestPort::new(datagrams, address, neighbours, Box::new(ask));
+        let port = GuestPort::new(datagrams, address, neighbours, Box::new(helper));
         let (queues_of_engine, lendings) = (Arc::clone(queues), Arc::clone(&known.lendings));
         let limits = known.request.config();
         let ends =
@@ -400,6 +436,25 @@ impl Attachment {
             known.runs.extend(runs);
         }
         ShareState::More
+    }
+
+    /// Hands the engine a datagram of another application of the machine, as the frame that would have carried it.
+    fn relay(&self, nic: &dyn Nic, now: Instant, other: SocketAddr, bytes: &[u8]) {
+        if self.running.is_none() {
+            return;
+        }
+        // The answer goes back by the helper.
+        self.neighbours.lock().learn(other.ip(), self.mac, now);
+        let ends = Ends { from: other, from_mac: OWN, to: self.request.bind, to_mac: self.mac };
+        let Some(headers) = Headers::new(&ends, bytes.len()) else { return };
+        let headers = headers.as_bytes();
+        let partial_from = (headers.len() - UDP) as u16;
+        nic.pass(GuestFrame {
+            bytes: [headers, bytes].concat(),
+            partial_from,
+            is_verified: false,
+            segment: 0,
+        });
     }
 
     /// Hears the engine.

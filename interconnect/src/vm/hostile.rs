@@ -27,7 +27,8 @@ pub use super::fake::{Physical, Piece};
 use super::helper::Machine;
 use super::host::GuestHost;
 use super::wire::{
-    Body, FRAME_MAX, GROUP, Message, QUEUES, QUEUES_BYTES, RUNS_OF_FRAME, Run, ShareState, Token,
+    Body, DATAGRAM_MAX, FRAME_MAX, GROUP, Message, QUEUES, QUEUES_BYTES, RUNS_OF_FRAME, Run, ShareState,
+    Token,
 };
 use crate::daemon::entry::{Event, Extent, Submission, Task};
 use crate::daemon::hostile::{
@@ -421,7 +422,8 @@ impl Hostilities {
             1_900..1_950 => {
                 Body::Neighbour([10, 9, 0, random.below(6) as u8].into(), [random.next() as u8; 6])
             }
-            1_950..1_975 => Body::Ask([10, 9, 0, 1].into()),
+            1_950..1_960 => Body::Ask([10, 9, 0, 1].into()),
+            1_960..1_975 => datagram(random),
             _ => Body::Closed,
         };
         let mut frame = Message { attachment, token, body }.encode(guest.nic.mac, GROUP);
@@ -519,6 +521,17 @@ fn share(random: &mut Random) -> Body {
     let total = random.of([all, all, all, all + 1, some]) as u16;
     let first = random.of([0, 0, 0, 1, some]) as u16;
     Body::Share { memory, bytes, total, first, runs }
+}
+
+/// A datagram of another application of the guest: random bytes, whose first one may be that of a packet.
+fn datagram(random: &mut Random) -> Body {
+    let len = random.of([0, 1, 40, 200, DATAGRAM_MAX as u64]) as usize;
+    let mut bytes: Vec<u8> = (0..len).map(|_| random.next() as u8).collect();
+    if random.is_one_in(2) {
+        bytes.iter_mut().take(1).for_each(|first| *first = 0x10 | *first & 15);
+    }
+    let other = SocketAddr::new([10, 9, 0, random.below(6) as u8].into(), random.of([PORT.into(), 9]) as u16);
+    Body::Datagram { other, bytes }
 }
 
 fn run_of(random: &mut Random) -> Run {

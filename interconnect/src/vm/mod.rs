@@ -20,6 +20,7 @@
 //! - `client.rs`: an attachment on the helper's side, without I/O;
 //! - `helper.rs`: the helper's loop, over a machine's own ways to pin pages and send frames;
 //! - `host.rs`: the daemon's side of one guest, where all input is hostile; `nic.rs`: what it needs of the interface;
+//! - `relay.rs`: datagrams between applications of one machine, if only one has the daemon's engine;
 //! - `questions.rs`: keys of what crosses sealed links; `per_second.rs`: a bound for what a guest may do in a second;
 //! - `fuzz.rs`, `hostile.rs`: hostile guests, for tests.
 //!
@@ -38,6 +39,7 @@ pub mod hostile;
 mod nic;
 mod per_second;
 mod questions;
+mod relay;
 #[cfg(test)]
 mod tests;
 mod wire;
@@ -48,6 +50,6 @@ pub use host::GuestHost;
 pub use nic::{Nic, Stations};
 pub use per_second::PerSecond;
 pub use wire::{
-    Body, ETHERTYPE, FRAME_MAX, GROUP, Message, OWN, PAGE, QUEUES, QUEUES_BYTES, RUNS_MAX, Run, ShareState,
-    Token,
+    Body, DATAGRAM_MAX, ETHERTYPE, FRAME_MAX, GROUP, Message, OWN, PAGE, QUEUES, QUEUES_BYTES, RUNS_MAX, Run,
+    ShareState, Token,
 };

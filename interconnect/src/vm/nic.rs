@@ -5,7 +5,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use super::wire::{Run, Token};
-use crate::daemon::{Datagrams, Lent, MacAddress};
+use crate::daemon::{Datagrams, GuestFrame, Lent, MacAddress};
 use crate::meeting::{KeyRequest, Keys, Reach};
 
 /// The two ends of a session on the LAN.
@@ -30,6 +30,9 @@ pub trait Nic: Send + Sync {
     /// # Errors
     /// Taken (`AddrInUse`), or no descriptors.
     fn open(&self, address: SocketAddr) -> io::Result<Box<dyn Datagrams>>;
+
+    /// Hands a frame to whoever takes the datagrams to its destination. It may be lost.
+    fn pass(&self, frame: GuestFrame);
 
     /// How packets between these stations leave this host.
     fn reach(&self, stations: &Stations) -> Reach;

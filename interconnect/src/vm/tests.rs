@@ -11,7 +11,9 @@ use parking_lot::Mutex;
 use super::fake::FakeGuest;
 use super::helper::Helper;
 use super::host::GuestHost;
-use super::wire::{Body, GROUP, Message, PAGE, QUEUES, QUEUES_BYTES, RUNS_MAX, Run, ShareState, Token};
+use super::wire::{
+    Body, DATAGRAM_MAX, GROUP, Message, PAGE, QUEUES, QUEUES_BYTES, RUNS_MAX, Run, ShareState, Token,
+};
 use super::{Client, Event, fuzz};
 use crate::daemon::entry::{Event as Happened, Submission};
 use crate::daemon::queue::Queues;
@@ -178,6 +180,31 @@ fn applications_of_guests_of_one_network_are_linked() {
         assert_eq!(counters.broken, 0);
     }
     drop((one, two));
+    service.stop();
+}
+
+/// One has the engine in its process, the other one that of the daemon: the helper passes their packets on.
+#[test]
+fn applications_of_one_guest_with_both_engines_meet() {
+    let (service, network) = (Service::start(1 << 30, 1 << 40).unwrap(), Default::default());
+    let machine = Machine::start(13, &service, &network);
+    let bind: super::super::Bind = "127.1.0.13:0".parse().unwrap();
+    let own = Options { bind: bind.clone(), attachment: Some("process".into()), ..machine.options() };
+    for daemon_begins in [false, true] {
+        let process = Node::open(&own).unwrap();
+        let served = Node::open(&Options { bind: bind.clone(), ..machine.options() }).unwrap();
+        let (a, b) = (process.endpoint(Some(0)).unwrap(), served.endpoint(Some(0)).unwrap());
+        let [a_peer, b_peer] = [&process, &served].map(|node| Peer { address: node.address(), endpoint: 0 });
+        if daemon_begins {
+            all_operations(&b, &a, b_peer, a_peer);
+        }
+        all_operations(&a, &b, a_peer, b_peer);
+        all_operations(&b, &a, b_peer, a_peer);
+        assert_eq!((a.attachment(b_peer), b.attachment(a_peer)), (Attachment::Udp, Attachment::Vm));
+        drop((a, b, process, served));
+        machine.until(0);
+    }
+    drop(machine);
     service.stop();
 }
 
@@ -497,7 +524,7 @@ fn lost_frames_are_repeated() {
             while let Some(len) = super::helper::Machine::receive(&guest, &mut buffer) {
                 let (_, message) = Message::decode(&buffer[..len]).unwrap();
                 if !is_lost() {
-                    events.extend(client.hear(*now, &message));
+                    events.extend(client.hear(*now, message));
                 }
             }
         }
@@ -529,7 +556,7 @@ fn arbitrary_frames_do_no_harm() {
     for _ in 0..50 {
         let mut script = vec![];
         for _ in 0..50 {
-            let body = match next() % 8 {
+            let body = match next() % 9 {
                 0 => Body::Close,
                 1 => Body::Ring { rung: next(), heard: next(), asks: next() & 1 == 1 },
                 2 => Body::Open(Request {
@@ -538,6 +565,10 @@ fn arbitrary_frames_do_no_harm() {
                     not_ready_ms: 1,
                 }),
                 3 => Body::Neighbour(std::net::Ipv4Addr::from(next()).into(), [2; 6]),
+                4 => Body::Datagram {
+                    other: (std::net::Ipv4Addr::from(next()), next() as u16).into(),
+                    bytes: vec![next() as u8; next() as usize % (DATAGRAM_MAX + 1)],
+                },
                 _ => {
                     let run = |_| Run { addr: (1 << 32) + u64::from(next() % 64) * 2048, pages: next() % 20 };
                     let runs: Vec<Run> = (0..4).map(run).collect();

@@ -31,6 +31,8 @@ const VERSION: u8 = 1;
 /// Magic, version, kind, reserved, attachment, token.
 const COMMON: usize = 32;
 const RUN: usize = 12;
+/// Longest datagram that fits a frame behind the fields of DATAGRAM.
+pub const DATAGRAM_MAX: usize = FRAME_MAX - ETHERNET - COMMON - ADDRESS - 2;
 /// Runs that fit a frame behind the fields of SHARE.
 pub(super) const RUNS_OF_FRAME: usize = (FRAME_MAX - ETHERNET - COMMON - 18) / RUN;
 
@@ -109,6 +111,14 @@ pub enum Body {
     Ask(IpAddr),
     /// Helper: the MAC address of a peer.
     Neighbour(IpAddr, MacAddress),
+    /// Both: a datagram between the attachment's application and another one of the machine, which has the engine in its process. No network carries
+    /// it: no bridge returns a frame to where it came from.
+    Datagram {
+        /// Address of the other one.
+        other: SocketAddr,
+        /// The datagram's payload.
+        bytes: Vec<u8>,
+    },
     /// Helper: ends the attachment.
     Close,
     /// Daemon: there is no such attachment any more; it reads and writes none of its memory.
@@ -168,6 +178,12 @@ impl Message {
             Body::Neighbour(ip, mac) => {
                 bytes.extend(encode_ip(*ip));
                 bytes.extend(mac);
+            }
+            Body::Datagram { other, bytes: payload } => {
+                let payload = &payload[..payload.len().min(DATAGRAM_MAX)];
+                bytes.extend(encode_address(*other));
+                bytes.extend((payload.len() as u16).to_be_bytes());
+                bytes.extend(payload);
             }
             Body::Close | Body::Closed => {}
         }
@@ -230,6 +246,10 @@ impl Message {
             8 => Body::Neighbour(decode_ip(fields.take()?), fields.take()?),
             9 => Body::Close,
             10 => Body::Closed,
+            11 => {
+                let (other, len) = (decode_address(&fields.take()?)?, fields.word()?);
+                Body::Datagram { other, bytes: fields.0.get(..len.into())?.to_vec() }
+            }
             _ => return None,
         };
         Some((from, Self { attachment, token, body }))
@@ -249,6 +269,7 @@ impl Body {
             Body::Neighbour(..) => 8,
             Body::Close => 9,
             Body::Closed => 10,
+            Body::Datagram { .. } => 11,
         }
     }
 }
@@ -291,6 +312,8 @@ mod tests {
             Body::Neighbour("fd00::1".parse().unwrap(), [2, 0, 0, 0, 0, 9]),
             Body::Close,
             Body::Closed,
+            Body::Datagram { other: address, bytes: vec![7; DATAGRAM_MAX] },
+            Body::Datagram { other: "10.0.0.1:1".parse().unwrap(), bytes: vec![1] },
         ];
         for body in bodies {
             let message = Message { attachment: 0x0102_0304_0506_0708, token: [9; 16], body };

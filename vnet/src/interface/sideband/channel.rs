@@ -148,19 +148,35 @@ impl Sideband {
 
     /// Sends a frame as if the guest had sent it; one for an open port goes straight there. Returns false if too many wait, or if no guest may send such a frame.
     pub fn send(&self, message: Message) -> bool {
-        let len = message.bytes.len();
-        let fits =
-            message.offload.checked(len).is_ok_and(|offload| !piece_exceeds_mtu(&offload, len, self.mtu));
-        if !fits || self.is_stopped() {
+        if !self.takes(&message) {
             return false;
         }
         // No bridge returns a frame to where it came from, and the guest's own kernel would not send this one.
-        let to = destination(&message.bytes);
-        let port = self.ports.read().iter().find(|port| Some(port.address) == to).cloned();
-        match port {
+        match self.port_of(&message) {
             Some(port) => port.mail.put(message),
             None => self.outbox.put(message),
         }
+    }
+
+    /// Hands a frame to the open port that it is for. Returns false if there is none, if too many wait, or if no guest may send such a frame.
+    pub fn pass(&self, message: Message) -> bool {
+        self.takes(&message) && self.port_of(&message).is_some_and(|port| port.mail.put(message))
+    }
+
+    /// Whether the datagrams to this address are taken by an open port.
+    pub fn has_port(&self, address: SocketAddr) -> bool {
+        self.ports.read().iter().any(|port| port.address == address)
+    }
+
+    fn takes(&self, message: &Message) -> bool {
+        let len = message.bytes.len();
+        let is_short = |offload| !piece_exceeds_mtu(&offload, len, self.mtu);
+        message.offload.checked(len).is_ok_and(is_short) && !self.is_stopped()
+    }
+
+    fn port_of(&self, message: &Message) -> Option<Arc<Port>> {
+        let (_, to) = ends(&message.bytes)?;
+        self.ports.read().iter().find(|port| port.address == to).cloned()
     }
 
     /// Delivers a control frame to the guest, or counts it as dropped.
@@ -258,8 +274,9 @@ impl Sideband {
         let ports = self.ports.read();
         let (mut rest, mut count) = ([0; BATCH_MAX], 0);
         for (index, frame) in frames.frames() {
-            let wanted = destination(frames.batch.head(frame));
-            let port = ports.iter().find(|port| Some(port.address) == wanted);
+            // One from the guest's own address cannot come from a network. The guest's kernel drops it.
+            let wanted = ends(frames.batch.head(frame)).filter(|(from, to)| *from != to.ip());
+            let port = ports.iter().find(|port| wanted.is_some_and(|(_, to)| port.address == to));
             let Some(port) = port else {
                 rest[count] = index;
                 count += 1;
@@ -286,13 +303,13 @@ fn is_control(head: &[u8]) -> bool {
     head.starts_with(&GROUP.0) && head.get(12..14) == Some(&ETHERTYPE.to_be_bytes())
 }
 
-/// Destination of an unfragmented UDP datagram.
-fn destination(head: &[u8]) -> Option<SocketAddr> {
+/// Source and destination of an unfragmented UDP datagram.
+fn ends(head: &[u8]) -> Option<(IpAddr, SocketAddr)> {
     let (offset, header) = ip::in_frame(head)?;
     if header.protocol != UDP || header.is_fragment() {
         return None;
     }
     let port: &[u8; 2] = head.get(offset + header.len + 2..)?.first_chunk()?;
-    let ip: IpAddr = header.destination();
-    Some(SocketAddr::new(ip, u16::from_be_bytes(*port)))
+    let to = SocketAddr::new(header.destination(), u16::from_be_bytes(*port));
+    Some((header.source(), to))
 }

@@ -223,8 +223,20 @@ fn datagrams_to_an_open_port_do_not_reach_the_guest() {
     let port = world.sideband.open("10.0.0.1:7000".parse().unwrap()).unwrap().unwrap();
     let (bytes, offload) = datagram("10.0.0.1:7000".parse().unwrap(), 0);
     assert!(world.sideband.send(Message { bytes: bytes.clone(), offload }));
-    assert_eq!(port.take().map(|message| message.bytes), Some(bytes));
+    assert_eq!(port.take().map(|message| message.bytes), Some(bytes.clone()));
+    // By the program itself; without a port the guest does not get it.
+    assert!(world.sideband.pass(Message { bytes: bytes.clone(), offload }));
+    assert_eq!(port.take().map(|message| message.bytes), Some(bytes.clone()));
+    assert!(world.sideband.has_port("10.0.0.1:7000".parse().unwrap()));
     port.close();
+    assert!(!world.sideband.has_port("10.0.0.1:7000".parse().unwrap()));
+    assert!(!world.sideband.pass(Message { bytes, offload }));
+    assert_eq!(world.fake.take(), []);
+    // No network has a datagram from the guest's own address: the guest's kernel drops it.
+    let own = world.sideband.open("10.0.0.9:7000".parse().unwrap()).unwrap().unwrap();
+    world.deliver(&[datagram("10.0.0.9:7000".parse().unwrap(), 0)]);
+    assert!(own.take().is_none() && world.fake.take().len() == 1);
+    own.close();
     let open = |port: u16| world.sideband.open((std::net::Ipv4Addr::LOCALHOST, port).into()).unwrap();
     let ports: Vec<_> = (1..100).filter_map(open).collect();
     assert_eq!(ports.len(), PORTS_MAX);
