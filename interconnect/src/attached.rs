@@ -264,7 +264,7 @@ impl Endpoint {
         either!(self, own => own.take())
     }
 
-    /// Waits for a completion: polls for 50 us, then sleeps. Returns `None` if the time expires.
+    /// Waits for a completion: polls, then sleeps. Returns `None` if the time expires.
     pub fn wait(&self, timeout: Option<Duration>) -> Option<Completion> {
         either!(self, own => own.wait(timeout))
     }

@@ -141,26 +141,27 @@ impl Endpoint {
 
     /// Makes progress, then takes one completion if there is any.
     pub fn poll(&self) -> Option<Completion> {
-        self.poll_by(Engine::poll)
+        self.poll_by(Engine::poll).0
     }
 
     /// Like `poll`, but leaves the arrivals of peers' writes in the queue, so that peers which write with immediate data have to
     /// wait until the application takes them.
     pub fn poll_own(&self) -> Option<Completion> {
-        self.poll_by(Engine::poll_own)
+        self.poll_by(Engine::poll_own).0
     }
 
-    fn poll_by(&self, take: impl Fn(&mut Engine, u16) -> Option<Completion>) -> Option<Completion> {
+    /// Makes progress if no completion is there. Returns also whether packets have arrived.
+    fn poll_by(&self, take: impl Fn(&mut Engine, u16) -> Option<Completion>) -> (Option<Completion>, bool) {
         let mut inner = self.shared.inner.lock();
         self.shared.polled.fetch_add(1, Ordering::Relaxed);
         inner.lower(self.number);
-        let mut completion = take(&mut inner.engine, self.number);
+        let (mut completion, mut arrived) = (take(&mut inner.engine, self.number), false);
         if completion.is_none() {
-            self.shared.progress(&mut inner, Some(self.number));
+            arrived = self.shared.progress(&mut inner, Some(self.number));
             completion = take(&mut inner.engine, self.number);
         }
         self.finish_taking(&mut inner);
-        completion
+        (completion, arrived)
     }
 
     /// Takes one queued completion without making progress.
@@ -179,17 +180,20 @@ impl Endpoint {
         inner.signal(Some(self.number));
     }
 
-    /// Waits for a completion: polls for 50 us, or longer if completions have come soon, letting other processes run after 10 us, then sleeps.
+    /// Waits for a completion: polls for 50 us, or longer where packets come soon (`patience.rs`), letting other processes run after 10 us, then sleeps.
     /// Returns `None` if the time expires.
     pub fn wait(&self, timeout: Option<Duration>) -> Option<Completion> {
         let shared = &self.shared;
         let start = shared.now();
         let end = timeout.map(|timeout| start.saturating_add(timeout.as_nanos() as u64));
         let (mut yield_from, mut spin_end) = (start + YIELD_NS, start + self.patience.first());
-        let mut now = start;
+        let (mut now, mut heard_at) = (start, start);
         loop {
+            let (before, mut heard) = (now, false);
             for _ in 0..POLLS_A_LOOK {
-                if let Some(completion) = self.poll() {
+                let (completion, arrived) = self.poll_by(Engine::poll);
+                heard |= arrived;
+                if let Some(completion) = completion {
                     if now != start {
                         self.patience.waited(now - start);
                     }
@@ -201,6 +205,13 @@ impl Endpoint {
             if end.is_some_and(|end| now >= end) {
                 return None;
             }
+            if heard {
+                if heard_at != before {
+                    self.patience.waited(now - heard_at);
+                }
+                heard_at = now;
+                spin_end = spin_end.max(now + self.patience.after_sleep());
+            }
             if now < spin_end {
                 if now >= yield_from {
                     std::thread::yield_now();
@@ -210,7 +221,7 @@ impl Endpoint {
             self.sleep(end);
             let woken = shared.now();
             self.patience.waited(woken - now);
-            now = woken;
+            (now, heard_at) = (woken, woken);
             (yield_from, spin_end) = (now, now + self.patience.after_sleep());
         }
     }

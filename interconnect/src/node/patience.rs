@@ -1,7 +1,7 @@
 //! How long a thread that waits for a completion polls before it sleeps.
 //!
 //! Waking a thread costs its peer the time of a system call that interrupts another processor, in a virtual machine 20 us and more. So where
-//! completions have come soon, or sleeps have been short because packets came, a thread polls for longer before it sleeps.
+//! completions and packets have come soon, a thread polls for longer before it sleeps, and begins anew with each packet that arrives.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -20,7 +20,7 @@ const LAST: u64 = 8;
 
 /// The waits of an endpoint.
 pub(super) struct Patience {
-    /// Moving average of the waits that took longer than a few polls, and of the sleeps.
+    /// Moving average of the waits that took longer than a few polls, of the sleeps, and of the times between packets.
     average_ns: AtomicU64,
 }
 
@@ -34,7 +34,7 @@ impl Patience {
         self.soon().unwrap_or(SPIN_NS).max(SPIN_NS)
     }
 
-    /// How long a wait polls after a sleep.
+    /// How long a wait polls after a sleep, or after a packet.
     pub(super) fn after_sleep(&self) -> u64 {
         self.soon().unwrap_or(AFTER_SLEEP_NS).max(AFTER_SLEEP_NS)
     }
@@ -44,7 +44,7 @@ impl Patience {
         (average_ns <= SOON_NS).then_some(average_ns * SOON_FACTOR)
     }
 
-    /// Counts a wait or a sleep. If threads do so at once, one of their waits may not count.
+    /// Counts a wait, a sleep, or a time without packets. If threads do so at once, one of their waits may not count.
     pub(super) fn waited(&self, ns: u64) {
         let average_ns = self.average_ns.load(Relaxed);
         self.average_ns.store((average_ns * (LAST - 1) + ns.min(LONGEST_NS)) / LAST, Relaxed);
