@@ -28,7 +28,9 @@ ATTACHMENT_ETHERNET = 4
 CONTROL = "03766e657401" + "525400010001" + "88b5" + b"vrdm\x01\x01".hex() + "00" * 58
 """A control frame of a virtual machine, from a container."""
 RESET = 2
-INSIDE = "03766e657401" + "525400010001" + "88b5" + b"vrdm\x01\x0b".hex() + "00" * 26 + "00" * 23 + "0010" + "12" + "00" * 15
+INSIDE = (
+    "03766e657401" + "525400010001" + "88b5" + b"vrdm\x01\x0b".hex() + "00" * 26 + "00" * 23 + "0010" + "12" + "00" * 15
+)
 """A control frame with a datagram between two applications of a virtual machine: a packet of the kind RESET."""
 
 

@@ -203,7 +203,7 @@ fn alone(value: u64) -> [(Vec<Label>, u64); 1] {
 /// A value of a container whose applications use the interconnect's engine here: name, unit, help, whether it may fall, value.
 type RdmaValue = (&'static str, Option<Unit>, &'static str, bool, fn(&ContainerCounters) -> u64);
 
-const RDMA_VALUES: [RdmaValue; 17] = [
+const RDMA_VALUES: [RdmaValue; 20] = [
     ("rdma_processes", None, "Applications whose interconnect engine vnetd runs", true, |c| c.processes),
     ("rdma_endpoints", None, "Their open endpoints", true, |c| c.endpoints.len() as u64),
     ("rdma_regions", None, "Pieces of memory that they have registered", true, |c| c.mappings),
@@ -228,6 +228,23 @@ const RDMA_VALUES: [RdmaValue; 17] = [
     ),
     ("rdma_same_host", Some(Unit::Bytes), "Bytes of these packets", false, |c| c.same_host_bytes),
     ("rdma_in_packets", None, "Packets received for them", false, |c| c.packets_in),
+    (
+        "rdma_inside_packets",
+        None,
+        "Packets between them and other applications of their virtual machine that its helper has passed on",
+        false,
+        |c| c.inside.passed,
+    ),
+    ("rdma_inside_drops", None, "Those that were dropped: too long, or too many", false, |c| {
+        c.inside.dropped
+    }),
+    (
+        "rdma_foreign_drops",
+        None,
+        "Packets from the network that claimed an address of the virtual machine itself",
+        false,
+        |c| c.inside.foreign,
+    ),
     ("rdma_throttled_turns", None, "Turns after which they had used up their rate", false, |c| c.throttled),
     (
         "rdma_endpoint_throttles",

@@ -43,6 +43,15 @@ pub fn ethernet() -> io::Result<Vec<Interface>> {
     Ok(found)
 }
 
+/// All addresses of the machine, also those of devices that peers do not reach.
+pub fn addresses() -> io::Result<Vec<IpAddr>> {
+    let of = |address: nix::sys::socket::SockaddrStorage| match address.as_sockaddr_in() {
+        Some(v4) => Some(v4.ip().into()),
+        None => address.as_sockaddr_in6().map(|v6| v6.ip().into()),
+    };
+    Ok(getifaddrs()?.filter_map(|entry| of(entry.address?)).collect())
+}
+
 /// The interface that has this address, and the address; of no address, the first one of the same family that peers can reach.
 pub fn choose(interfaces: &[Interface], bind: SocketAddr) -> Option<(&Interface, IpAddr)> {
     let wanted = bind.ip();
@@ -76,6 +85,7 @@ mod tests {
         assert_eq!(of("[::]:0"), Some((3, "fd00::2".into())));
         assert_eq!(of("10.0.0.3:7"), Some((4, "10.0.0.3".into())));
         assert_eq!(of("10.0.0.4:7"), None);
+        assert!(addresses().unwrap().contains(&IpAddr::from([127, 0, 0, 1])));
         assert!(ethernet().unwrap().iter().all(|interface| interface.mac != [0; 6]));
     }
 }

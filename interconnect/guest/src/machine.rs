@@ -8,10 +8,11 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
+use rustix::net::sockopt;
 use vnet_rdma::daemon::MacAddress;
 use vnet_rdma::vm::{ETHERTYPE, Machine, OWN, Pinned, Reserved};
 
-use crate::{interfaces, neighbour, pin};
+use crate::{inside, interfaces, neighbour, pin};
 
 /// How often the kernel is asked to look for the same neighbour.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
@@ -19,10 +20,17 @@ const LOOK_EVERY: Duration = Duration::from_millis(200);
 const LOOKED_FOR_MAX: usize = 1024;
 /// How long the machine's addresses count as known.
 const OWN_FRESH: Duration = Duration::from_secs(1);
-/// Bytes of datagrams from other applications of the machine that wait for the helper, as the kernel counts them: about a hundred at once are usual.
+/// Bytes of frames or datagrams that wait at a socket, as the kernel counts them: 2 304 for each.
 const RECEIVE_ROOM: usize = 1 << 20;
 /// Interval at which the same note is repeated at most.
 const NOTE_EVERY: Duration = Duration::from_secs(10);
+
+/// Gives a socket room for what arrives at once; without CAP_NET_ADMIN as much as the system allows.
+fn make_room(socket: impl AsFd) {
+    if sockopt::set_socket_recv_buffer_size_force(&socket, RECEIVE_ROOM).is_err() {
+        let _ = sockopt::set_socket_recv_buffer_size(&socket, RECEIVE_ROOM);
+    }
+}
 
 /// This machine.
 pub struct LinuxMachine {
@@ -45,6 +53,7 @@ impl LinuxMachine {
         }
         // SAFETY: the kernel has just returned this descriptor, and nobody else owns it.
         let packets = unsafe { OwnedFd::from_raw_fd(socket) };
+        make_room(&packets);
         Ok(Self { packets, own: Mutex::default(), looked_for: Mutex::default(), noted: Mutex::default() })
     }
 }
@@ -97,7 +106,8 @@ impl Machine for LinuxMachine {
         let none = || io::Error::from_raw_os_error(libc::EADDRNOTAVAIL);
         let (interface, ip) = interfaces::choose(&all, bind).ok_or_else(none)?;
         let socket = UdpSocket::bind((ip, bind.port()))?;
-        rustix::net::sockopt::set_socket_recv_buffer_size_force(&socket, RECEIVE_ROOM)?;
+        inside::only_from_inside(&socket)?;
+        make_room(&socket);
         let (address, index, mac) = (socket.local_addr()?, interface.index, interface.mac);
         Ok(Reserved { address, interface: index, mac, socket })
     }
@@ -105,14 +115,18 @@ impl Machine for LinuxMachine {
     fn is_own(&self, ip: IpAddr) -> bool {
         let (mut own, now) = (self.own.lock(), Instant::now());
         if own.1.is_none_or(|at| now.saturating_duration_since(at) >= OWN_FRESH)
-            && let Ok(all) = interfaces::ethernet()
+            && let Ok(all) = interfaces::addresses()
         {
-            *own = (all.into_iter().flat_map(|interface| interface.addresses).collect(), Some(now));
+            *own = (all, Some(now));
         }
-        ip.is_loopback() || own.0.contains(&ip)
+        own.0.contains(&ip)
     }
 
     fn resolve(&self, interface: u32, ip: IpAddr) -> Option<MacAddress> {
+        if ip.is_loopback() {
+            // Whoever answers there has another address for the engine's own.
+            return None;
+        }
         if self.is_own(ip) {
             let all = interfaces::ethernet().ok()?;
             return all.iter().find(|known| known.index == interface).map(|known| known.mac);

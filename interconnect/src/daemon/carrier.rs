@@ -35,6 +35,33 @@ pub struct GuestFrame {
     pub is_verified: bool,
     /// Size of each datagram but the last, if the frame stands for several; otherwise 0.
     pub segment: u16,
+    /// It comes from the virtual machine itself, not from a network.
+    pub is_own: bool,
+}
+
+/// What concerns packets between applications of one virtual machine, of which one has the engine in its process.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct InsideCounters {
+    /// Packets that the helper has passed on, in both directions.
+    pub passed: u64,
+    /// Those that were dropped: too long, or too many.
+    pub dropped: u64,
+    /// Packets from the network that claimed an address of the machine itself, and were dropped.
+    pub foreign: u64,
+}
+
+impl InsideCounters {
+    pub(crate) fn count(&mut self, is_passed: bool) {
+        *(if is_passed { &mut self.passed } else { &mut self.dropped }) += 1;
+    }
+}
+
+impl std::ops::AddAssign for InsideCounters {
+    fn add_assign(&mut self, other: Self) {
+        self.passed += other.passed;
+        self.dropped += other.dropped;
+        self.foreign += other.foreign;
+    }
 }
 
 /// Sends and receives the datagrams of one UDP address in the name of a virtual machine.
@@ -63,13 +90,13 @@ pub(crate) trait ToHelper: Send {
     /// Asks for the MAC address of a peer.
     fn ask(&self, ip: IpAddr);
 
-    /// Has a datagram of at most `datagram_max` bytes sent to an application of the machine.
-    fn pass(&self, to: SocketAddr, bytes: &[u8]);
+    /// Has a datagram sent to an application of the machine. Returns false if it is too long, or if there are too many.
+    fn pass(&self, to: SocketAddr, bytes: &[u8]) -> bool;
 
     /// Largest datagram that it passes on.
     fn datagram_max(&self) -> usize;
 
-    /// Source of the frames with datagrams that it has passed on. It limits only what goes back, so nobody gains by forging it.
+    /// Source of the frames with datagrams that it has passed on.
     fn source(&self) -> MacAddress;
 }
 
@@ -79,6 +106,8 @@ pub(crate) trait ToHelper: Send {
 pub(crate) struct Neighbours {
     known: HashMap<IpAddr, (MacAddress, Instant)>,
     asked: HashMap<IpAddr, Instant>,
+    /// Counted where packets to and from the machine's own addresses are.
+    pub(crate) inside: InsideCounters,
 }
 
 impl Neighbours {
@@ -155,17 +184,30 @@ impl GuestPort {
             let frame = self.datagrams.receive()?;
             let is_verified = frame.is_verified || frame.partial_from > 0;
             let Some(datagram) = parse(&frame.bytes, is_verified) else { continue };
-            if datagram.to != self.address {
+            if datagram.to != self.address || !frame.is_own && self.is_foreign(datagram.from.ip()) {
                 continue;
             }
             self.received = frame.bytes;
             let bytes = &mut self.received[datagram.payload];
             let segment = if frame.segment > 0 { frame.segment.into() } else { bytes.len().max(1) };
             let (from, congestion) = (datagram.from, datagram.congestion);
-            let is_passed_on = datagram.from_mac == self.helper.source();
+            let is_passed_on = frame.is_own && datagram.from_mac == self.helper.source();
             let way_back_max = is_passed_on.then(|| self.helper.datagram_max());
             return Some(Received { from, bytes, segment, congestion, way_back_max });
         }
+    }
+
+    /// Whether this is an address of the machine itself, which a packet from the network cannot have. Counts it.
+    fn is_foreign(&self, from: IpAddr) -> bool {
+        let mut neighbours = self.neighbours.lock();
+        let is_foreign = self.is_inside(from, &neighbours);
+        neighbours.inside.foreign += u64::from(is_foreign);
+        is_foreign
+    }
+
+    /// Whether this is an address of the machine, as far as is known.
+    fn is_inside(&self, ip: IpAddr, neighbours: &Neighbours) -> bool {
+        ip == self.address.ip() || neighbours.known(ip) == Some(self.mac)
     }
 
     fn send(&mut self, packet: &Departure) {
@@ -222,8 +264,11 @@ impl GuestPort {
         let Some(to_mac) = known else { return };
         let (at, mut bytes) = (headers_to(to), train.bytes);
         if to_mac == self.mac && !self.datagrams.reaches(to) {
-            let (datagrams, most) = (bytes[at..].chunks(train.segment.max(1)), self.helper.datagram_max());
-            return datagrams.filter(|one| one.len() <= most).for_each(|one| self.helper.pass(to, one));
+            for datagram in bytes[at..].chunks(train.segment.max(1)) {
+                let is_passed = self.helper.pass(to, datagram);
+                self.neighbours.lock().inside.count(is_passed);
+            }
+            return;
         }
         let ends = Ends { from: self.address, from_mac: self.mac, to, to_mac };
         let headers = Headers::new(&ends, bytes.len() - at);
@@ -232,7 +277,7 @@ impl GuestPort {
         bytes[..at].copy_from_slice(headers.as_bytes());
         let segment = if train.packets > 1 { train.segment as u16 } else { 0 };
         let partial_from = (at - UDP) as u16;
-        self.datagrams.send(GuestFrame { bytes, partial_from, is_verified: false, segment });
+        self.datagrams.send(GuestFrame { bytes, partial_from, segment, ..GuestFrame::default() });
     }
 }
 
@@ -301,12 +346,23 @@ impl Carrier {
     }
 
     /// Largest datagram to a peer to which the process's kernel has a route for datagrams of `bytes`.
-    pub(super) fn datagram_max_by(&self, bytes: usize) -> usize {
+    pub(super) fn datagram_max_to(&self, peer: SocketAddr, bytes: usize) -> usize {
         let most = self.datagram_max();
         match self {
-            // In a virtual machine only the loopback device takes more than the interface: the helper may have to pass them on.
-            Carrier::Guest(port) if bytes > most => most.min(port.helper.datagram_max()),
+            // In a virtual machine only the loopback device takes more than the interface. The helper may have to pass on what goes to
+            // the machine itself.
+            Carrier::Guest(port) if bytes > most || port.is_inside(peer.ip(), &port.neighbours.lock()) => {
+                bytes.min(port.helper.datagram_max())
+            }
             _ => bytes.min(most),
+        }
+    }
+
+    /// What stayed inside the process's virtual machine.
+    pub(super) fn inside(&self) -> InsideCounters {
+        match self {
+            Carrier::Socket(_) => InsideCounters::default(),
+            Carrier::Guest(port) => port.neighbours.lock().inside,
         }
     }
 

@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use super::carrier::Carrier;
+use super::carrier::{Carrier, InsideCounters};
 use super::entry::{Answer, Event, Extent, Submission, Task, ended};
 use super::lent::Inbox;
 use super::queue::Queues;
@@ -99,6 +99,7 @@ pub(super) struct Counts {
     pub(super) same_host_bytes: u64,
     /// How often the rate limit of an endpoint began to hold packets back.
     pub(super) held_back: u64,
+    pub(super) inside: InsideCounters,
     pub(super) seal: SealCounters,
 }
 
@@ -297,7 +298,8 @@ impl Served {
                 done(ticket, if self.engine.deregister(key) { Ok(1) } else { Err(PostError::UnknownKey) })
             }
             Submission::Route { address, bytes } => {
-                let bytes = self.carrier.datagram_max_by(usize::try_from(bytes).unwrap_or(usize::MAX));
+                let bytes =
+                    self.carrier.datagram_max_to(address, usize::try_from(bytes).unwrap_or(usize::MAX));
                 self.engine.set_datagram(address, self.seals.set_size(address, bytes));
                 None
             }
@@ -547,7 +549,8 @@ impl Served {
     }
 
     pub(super) fn counts(&self) -> Counts {
-        Counts { held_back: self.engine.counters().held_back, seal: self.seals.counters(), ..self.counts }
+        let (held_back, seal) = (self.engine.counters().held_back, self.seals.counters());
+        Counts { held_back, seal, inside: self.carrier.inside(), ..self.counts }
     }
 
     pub(super) fn memory(&self) -> &Translation {

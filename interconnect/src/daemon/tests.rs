@@ -212,10 +212,11 @@ fn shares(a: &Endpoint, to: Peer, near: &Region, far: &Region) {
     let begin = Instant::now();
     a.write(to, near.span(0, LEN).unwrap(), (far.key(), 0), None, 1).unwrap();
     assert_eq!(wait(a, Kind::Write).status, Status::Success);
-    let least = Duration::from_nanos((LEN as u64 * 1_000_000_000 / RATE).saturating_sub(3_000_000));
-    assert!(begin.elapsed() >= least, "{:?}", begin.elapsed());
+    let (time, least) = (begin.elapsed(), Duration::from_millis(LEN as u64 * 1_000 / RATE - 3));
+    assert!(time >= least);
     a.set_share(100, 0).unwrap();
-    assert!(a.counters().is_ok_and(|sent| sent.bytes >= LEN as u64 && sent.held_back > 0));
+    let (sent, is_slow) = (a.counters().unwrap(), time > 2 * least);
+    assert!(sent.bytes >= LEN as u64 && (sent.held_back > 0 || is_slow), "{time:?}");
 }
 
 fn atomics(a: &Endpoint, to: Peer, far: &Region) {

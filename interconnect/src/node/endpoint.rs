@@ -2,7 +2,7 @@
 
 use std::os::fd::RawFd;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use super::notice::Notice;
@@ -150,14 +150,16 @@ impl Endpoint {
         self.poll_by(Engine::poll_own).0
     }
 
-    /// Makes progress if no completion is there. Returns also whether packets have arrived.
+    /// Makes progress if no completion is there. Returns also whether packets of peers have arrived.
     fn poll_by(&self, take: impl Fn(&mut Engine, u16) -> Option<Completion>) -> (Option<Completion>, bool) {
         let mut inner = self.shared.inner.lock();
         self.shared.polled.fetch_add(1, Ordering::Relaxed);
         inner.lower(self.number);
         let (mut completion, mut arrived) = (take(&mut inner.engine, self.number), false);
         if completion.is_none() {
-            arrived = self.shared.progress(&mut inner, Some(self.number));
+            let before = inner.engine.accepted();
+            self.shared.progress(&mut inner, Some(self.number));
+            arrived = inner.engine.accepted() != before;
             completion = take(&mut inner.engine, self.number);
         }
         self.finish_taking(&mut inner);
@@ -184,6 +186,7 @@ impl Endpoint {
     /// Returns `None` if the time expires.
     pub fn wait(&self, timeout: Option<Duration>) -> Option<Completion> {
         let shared = &self.shared;
+        let _waits = Waits::begin(&shared.waiting);
         let start = shared.now();
         let end = timeout.map(|timeout| start.saturating_add(timeout.as_nanos() as u64));
         let (mut yield_from, mut spin_end) = (start + YIELD_NS, start + self.patience.first());
@@ -205,7 +208,8 @@ impl Endpoint {
             if end.is_some_and(|end| now >= end) {
                 return None;
             }
-            if heard {
+            // Others may be who gets them: they must not keep all threads of the node awake.
+            if heard && shared.waiting.load(Ordering::Relaxed) == 1 {
                 if heard_at != before {
                     self.patience.waited(now - heard_at);
                 }
@@ -283,6 +287,22 @@ impl Endpoint {
         {
             notice.sleepers -= 1;
         }
+    }
+}
+
+/// A thread that waits, as long as it does.
+struct Waits<'a>(&'a AtomicU32);
+
+impl<'a> Waits<'a> {
+    fn begin(waiting: &'a AtomicU32) -> Self {
+        waiting.fetch_add(1, Ordering::Relaxed);
+        Self(waiting)
+    }
+}
+
+impl Drop for Waits<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

@@ -199,6 +199,8 @@ struct Shared {
     /// Number of calls in which the application made progress.
     polled: AtomicU64,
     sleeping: AtomicU32,
+    /// Number of threads in `wait`.
+    waiting: AtomicU32,
     is_closing: AtomicBool,
     /// Readable when packets arrive, by the socket or by a ring.
     descriptor: RawFd,
@@ -464,6 +466,7 @@ impl Node {
             start,
             polled: AtomicU64::new(0),
             sleeping: AtomicU32::new(0),
+            waiting: AtomicU32::new(0),
             is_closing: AtomicBool::new(false),
             wake: Event::new().map_err(refused)?,
             attends_at: AtomicU64::new(0),

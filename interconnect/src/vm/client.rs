@@ -5,7 +5,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, Instant};
 
 use super::doorbell::Doorbell;
-use super::wire::{Body, GROUP, Message, QUEUES, QUEUES_BYTES, RUNS_OF_FRAME, Run, ShareState, Token};
+use super::wire::{Body, GROUP, Message, QUEUES, QUEUES_BYTES, RUNS_SENT, Run, ShareState, Token};
 use crate::daemon::MacAddress;
 use crate::meeting::{Decline, Request};
 
@@ -242,7 +242,7 @@ impl Client {
             Phase::Closing => Body::Close,
             _ => {
                 let Sharing { memory, bytes, runs, done } = self.shares.front()?;
-                let chunk = &runs[*done..runs.len().min(done + RUNS_OF_FRAME)];
+                let chunk = &runs[*done..runs.len().min(done + RUNS_SENT)];
                 let (total, first) = (runs.len() as u16, *done as u16);
                 Body::Share { memory: *memory, bytes: *bytes, total, first, runs: chunk.to_vec() }
             }

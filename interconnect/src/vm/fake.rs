@@ -15,6 +15,7 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 use super::helper::{Machine, Pinned, Reserved};
 use super::nic::{Nic, Stations};
 use super::wire::{PAGE, Run, Token};
+use crate::daemon::udp_frame::{ETHERNET, parse};
 use crate::daemon::{Datagrams, GuestFrame, Lent, MacAddress};
 use crate::meeting::{KEY, KeyRequest, Keys, Reach, Role};
 use crate::proto::Span;
@@ -35,7 +36,7 @@ impl<T> Queue<T> {
         Arc::new(Self { items: Mutex::default(), bell })
     }
 
-    fn put(&self, item: T) {
+    pub(super) fn put(&self, item: T) {
         self.items.lock().push_back(item);
         let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
     }
@@ -136,6 +137,11 @@ impl FakeGuest {
         }
     }
 
+    /// The guest's address. The network between guests consists of loopback addresses.
+    pub(super) fn own_ip(&self) -> IpAddr {
+        [127, 1, 0, self.mac[5]].into()
+    }
+
     /// Gives memory guest physical addresses.
     pub(super) fn place(&self, memory: &OwnedFd, len: usize) -> Vec<Run> {
         let file = Arc::new(memory.try_clone().unwrap());
@@ -191,7 +197,7 @@ impl Drop for FakeWindow {
 
 impl Nic for FakeGuest {
     fn tell(&self, frame: &[u8]) {
-        if !self.is_deaf.load(Ordering::Relaxed) {
+        if !self.is_deaf.load(Ordering::Relaxed) && frame.len() <= self.mtu + ETHERNET {
             self.down.put(frame.to_vec());
         }
     }
@@ -239,10 +245,14 @@ impl Nic for FakeGuest {
         Ok(Box::new(FakePort { address, queue, network, mtu: self.mtu, clear_packets }))
     }
 
-    fn pass(&self, frame: GuestFrame) {
-        let to = crate::daemon::udp_frame::parse(&frame.bytes, true).map(|datagram| datagram.to);
+    fn pass(&self, frame: GuestFrame) -> bool {
+        let to = parse(&frame.bytes, true).map(|datagram| datagram.to);
         let port = to.and_then(|to| self.network.lock().get(&to).cloned());
-        port.iter().for_each(|port| port.put(frame.clone()));
+        port.inspect(|port| port.put(GuestFrame { is_own: true, ..frame })).is_some()
+    }
+
+    fn mtu(&self) -> usize {
+        self.mtu
     }
 
     fn reach(&self, stations: &Stations) -> Reach {
@@ -274,11 +284,12 @@ struct FakePort {
 
 impl Datagrams for FakePort {
     fn send(&mut self, frame: GuestFrame) -> bool {
-        let Some(datagram) = crate::daemon::udp_frame::parse(&frame.bytes, true) else { return false };
+        let Some(datagram) = parse(&frame.bytes, true) else { return false };
         let is_clear = !is_sealing(&frame.bytes[datagram.payload]);
         self.clear_packets.fetch_add(is_clear.into(), Ordering::Relaxed);
         let to = self.network.lock().get(&datagram.to).cloned();
-        to.inspect(|to| to.put(frame)).is_some()
+        let is_own = datagram.from.ip() == datagram.to.ip();
+        to.inspect(|to| to.put(GuestFrame { is_own, ..frame })).is_some()
     }
 
     fn receive(&mut self) -> Option<GuestFrame> {
@@ -310,7 +321,9 @@ impl Drop for FakePort {
 
 impl Machine for FakeGuest {
     fn send(&self, _interface: u32, frame: &[u8]) {
-        self.up.lock().push_back(frame.to_vec());
+        if frame.len() <= self.mtu + ETHERNET {
+            self.up.lock().push_back(frame.to_vec());
+        }
     }
 
     fn receive(&self, buffer: &mut [u8]) -> Option<usize> {
@@ -334,8 +347,7 @@ impl Machine for FakeGuest {
     }
 
     fn is_own(&self, ip: IpAddr) -> bool {
-        // Of all loopback addresses, those of this guest.
-        ip == IpAddr::from([127, 1, 0, self.mac[5]])
+        ip == self.own_ip()
     }
 
     fn resolve(&self, _interface: u32, ip: IpAddr) -> Option<MacAddress> {

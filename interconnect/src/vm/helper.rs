@@ -37,7 +37,7 @@ const UNRESOLVED_MAX: usize = 64;
 /// Frames of one turn, and words and datagrams of one attachment.
 const FRAMES: usize = 64;
 const WORDS: usize = 64;
-const DATAGRAMS: usize = 32;
+const DATAGRAMS: usize = 16;
 /// Longest sleep.
 const SLEEP_MAX: Duration = Duration::from_secs(1);
 
@@ -57,7 +57,7 @@ pub struct Reserved {
     pub interface: u32,
     /// MAC address of the interface.
     pub mac: MacAddress,
-    /// Bound to the address. It gets what other applications of the machine send there: the host takes the datagrams from elsewhere.
+    /// Bound to the address. It gets what other applications of the machine send there, and nothing from elsewhere.
     pub socket: UdpSocket,
 }
 
@@ -194,6 +194,9 @@ impl Helper {
         self.hear_daemon(&mut attached);
         let now = Instant::now();
         let mut next = now + SLEEP_MAX;
+        // Who sends much has its turn, but not always the first one.
+        let others = attached.len().min(1);
+        attached.rotate_left(others);
         for known in attached.iter_mut() {
             self.hear_application(known);
             self.relay(known, now);
@@ -268,7 +271,7 @@ impl Helper {
                     known.unresolved.push((ip, now + RESOLVE_WITHIN));
                 }
             }
-            Event::Datagram(to, bytes) if self.machine.is_own(to.ip()) => {
+            Event::Datagram(to, bytes) if to.ip().is_loopback() || self.machine.is_own(to.ip()) => {
                 // What its socket does not take counts as lost, as in a network.
                 let _ = known.socket.send_to(&bytes, to);
             }
@@ -291,12 +294,13 @@ impl Helper {
                 return;
             }
             let Ok((len, from)) = known.socket.recv_from(&mut buffer) else { return };
-            if len > DATAGRAM_MAX || !self.machine.is_own(from.ip()) {
-                let limit = format!("it has more than {DATAGRAM_MAX} bytes, or an address from outside");
-                self.machine.note(&format!("a datagram of {from} for an application was dropped: {limit}"));
+            self.pace.lock().takes(now);
+            if len > DATAGRAM_MAX {
+                // No packet of the interconnect.
+                let what = "datagrams from inside the machine for an application were dropped";
+                self.machine.note(&format!("{what}: they have more than {DATAGRAM_MAX} bytes"));
                 continue;
             }
-            self.pace.lock().takes(now);
             if let Some(frame) = known.client.datagram(from, &buffer[..len]) {
                 self.machine.send(known.interface, &frame);
             }

@@ -17,12 +17,14 @@ use super::doorbell::Doorbell;
 use super::nic::Nic;
 use super::per_second::PerSecond;
 use super::questions::Questions;
+use super::relay::Pace;
 use super::wire::{
-    Body, DATAGRAM_MAX, Message, OWN, PAGE, QUEUES, QUEUES_BYTES, RUNS_MAX, Run, ShareState, Token,
+    Body, DATAGRAM_MAX, DATAGRAM_MORE, Message, OWN, PAGE, QUEUES, QUEUES_BYTES, RUNS_MAX, Run, ShareState,
+    Token,
 };
 use crate::daemon::carrier::{GuestPort, Neighbours, ToHelper};
 use crate::daemon::lent::Inbox;
-use crate::daemon::udp_frame::{Ends, Headers, UDP};
+use crate::daemon::udp_frame::{ETHERNET, Ends, Headers, UDP};
 use crate::daemon::{
     ContainerId, Datagrams, GuestEnds, GuestFrame, Lent, MacAddress, Service, ShareSettings,
 };
@@ -92,6 +94,8 @@ struct Caller {
     mac: MacAddress,
     attachment: u64,
     token: Token,
+    /// Of the datagrams to all applications of the machine.
+    pace: Arc<Mutex<Pace>>,
 }
 
 impl Caller {
@@ -106,12 +110,16 @@ impl ToHelper for Caller {
         self.tell(Body::Ask(ip));
     }
 
-    fn pass(&self, to: SocketAddr, bytes: &[u8]) {
-        self.tell(Body::Datagram { other: to, bytes: bytes.to_vec() });
+    fn pass(&self, to: SocketAddr, bytes: &[u8]) -> bool {
+        let may = bytes.len() <= self.datagram_max() && self.pace.lock().takes(Instant::now());
+        if may {
+            self.tell(Body::Datagram { other: to, bytes: bytes.to_vec() });
+        }
+        may
     }
 
     fn datagram_max(&self) -> usize {
-        DATAGRAM_MAX
+        DATAGRAM_MAX.min((self.nic.mtu() + ETHERNET).saturating_sub(DATAGRAM_MORE))
     }
 
     fn source(&self) -> MacAddress {
@@ -130,6 +138,8 @@ pub struct GuestHost {
     opened: PerSecond,
     /// When revocations were looked for last.
     looked_at: Option<Instant>,
+    /// Of datagrams that the helper is to pass on.
+    pace: Arc<Mutex<Pace>>,
 }
 
 impl GuestHost {
@@ -147,6 +157,7 @@ impl GuestHost {
             random,
             opened: PerSecond::default(),
             looked_at: None,
+            pace: Arc::default(),
         })
     }
 
@@ -337,7 +348,8 @@ impl GuestHost {
         }
         let Some(datagrams) = known.datagrams.take() else { return Ok(false) };
         let (nic, mac) = (Arc::clone(&self.nic), known.mac);
-        let helper = Caller { nic, mac, attachment: known.number, token: known.token };
+        let (attachment, token, pace) = (known.number, known.token, Arc::clone(&self.pace));
+        let helper = Caller { nic, mac, attachment, token, pace };
         let (address, neighbours) = ((known.request.bind, mac), Arc::clone(&known.neighbours));
         let port = GuestPort::new(datagrams, address, neighbours, Box::new(helper));
         let (queues_of_engine, lendings) = (Arc::clone(queues), Arc::clone(&known.lendings));
@@ -443,18 +455,15 @@ impl Attachment {
         if self.running.is_none() {
             return;
         }
-        // The answer goes back by the helper.
-        self.neighbours.lock().learn(other.ip(), self.mac, now);
         let ends = Ends { from: other, from_mac: OWN, to: self.request.bind, to_mac: self.mac };
         let Some(headers) = Headers::new(&ends, bytes.len()) else { return };
         let headers = headers.as_bytes();
-        let partial_from = (headers.len() - UDP) as u16;
-        nic.pass(GuestFrame {
-            bytes: [headers, bytes].concat(),
-            partial_from,
-            is_verified: false,
-            segment: 0,
-        });
+        let (bytes, partial_from) = ([headers, bytes].concat(), (headers.len() - UDP) as u16);
+        let frame = GuestFrame { bytes, partial_from, is_own: true, ..GuestFrame::default() };
+        // Before the engine has it: the answer goes back by the helper.
+        self.neighbours.lock().learn(other.ip(), self.mac, now);
+        let is_passed = nic.pass(frame);
+        self.neighbours.lock().inside.count(is_passed);
     }
 
     /// Hears the engine.

@@ -41,6 +41,8 @@ mod per_second;
 mod questions;
 mod relay;
 #[cfg(test)]
+mod relay_tests;
+#[cfg(test)]
 mod tests;
 mod wire;
 

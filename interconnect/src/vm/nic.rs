@@ -31,8 +31,11 @@ pub trait Nic: Send + Sync {
     /// Taken (`AddrInUse`), or no descriptors.
     fn open(&self, address: SocketAddr) -> io::Result<Box<dyn Datagrams>>;
 
-    /// Hands a frame to whoever takes the datagrams to its destination. It may be lost.
-    fn pass(&self, frame: GuestFrame);
+    /// Hands a frame of the guest itself to whoever takes the datagrams to its destination. Returns false if nobody does.
+    fn pass(&self, frame: GuestFrame) -> bool;
+
+    /// MTU of the interface.
+    fn mtu(&self) -> usize;
 
     /// How packets between these stations leave this host.
     fn reach(&self, stations: &Stations) -> Reach;

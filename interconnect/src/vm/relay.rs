@@ -1,15 +1,16 @@
-//! How fast the helper passes on datagrams between applications of its machine, of which one has the engine in its process and the other one that
+//! How fast helper and daemon pass on datagrams between applications of its machine, of which one has the engine in its process and the other one that
 //! of the daemon.
 //!
 //! The kernel of the machine delivers them by the loopback device, to the socket that reserves the attachment's address. The helper puts each into
 //! a control frame, and the daemon hands it to the engine as if it had come from the network; the other direction likewise. A network could
-//! not carry them: no bridge returns a frame to where it came from, and no kernel takes a packet from outside that has one of its own addresses.
+//! not carry them: no bridge returns a frame to where it came from.
 
 use std::time::{Duration, Instant};
 
-/// The daemon takes 20 000 control frames of a guest in a second. Datagrams have three quarters of them, so that bells and signs of life go on.
+/// The daemon takes 20 000 control frames of a guest in a second. Datagrams have three quarters of them, so that bells and signs of life go on. The
+/// daemon sends no more than that, either, because each costs its thread a frame, however short it is.
 const INTERVAL: Duration = Duration::from_micros(66);
-/// What may be sent at once: half of the frames that wait at the daemon.
+/// What may be sent at once: half of the frames that may wait at the daemon, or in the helper's socket.
 const BURST: Duration = Duration::from_micros(66 * 128);
 
 /// Bounds the rate of datagrams (the generic cell rate algorithm of ITU-T I.371).

@@ -23,11 +23,11 @@ use crate::meeting::{Decline, Host, Place, Reach, Request, Stopper, listen};
 use crate::ring::create;
 use crate::{Access, Attachment, Endpoint, Error, Node, Options, Peer, Region, Span, Status};
 
-const PATIENCE: Duration = Duration::from_secs(60);
+pub(super) const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A guest with a helper, and the daemon's thread for it.
-struct Machine {
-    guest: FakeGuest,
+pub(super) struct Machine {
+    pub(super) guest: FakeGuest,
     helper: Arc<Helper>,
     name: String,
     /// Why its applications are not served.
@@ -39,10 +39,14 @@ struct Machine {
 }
 
 impl Machine {
-    fn start(number: u8, service: &Service, network: &super::fake::Network) -> Self {
+    pub(super) fn start(number: u8, service: &Service, network: &super::fake::Network) -> Self {
+        Self::of(FakeGuest::new(number, network), service)
+    }
+
+    pub(super) fn of(guest: FakeGuest, service: &Service) -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let name = format!("vnet-test-vm-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
-        let guest = FakeGuest::new(number, network);
+        let number = guest.mac[5];
         let helper = Arc::new(Helper::new(Box::new(guest.clone()), &[(1, guest.mac)]).unwrap());
         let (mut meeting, own) = (Host::new().unwrap(), Arc::clone(&helper));
         let mut listener = Some(listen(&name).unwrap());
@@ -85,9 +89,9 @@ impl Machine {
         Self { guest, helper, name, refusal, is_cut, is_over, stopper, threads }
     }
 
-    fn options(&self) -> Options {
+    pub(super) fn options(&self) -> Options {
         Options {
-            bind: "127.0.0.1:0".parse().unwrap(),
+            bind: format!("{}:0", self.guest.own_ip()).parse().unwrap(),
             meeting: Some(self.name.clone()),
             attachment: Some("vm".into()),
             ..Options::default()
@@ -101,7 +105,7 @@ impl Machine {
         (node, endpoint, peer)
     }
 
-    fn until(&self, attachments: usize) {
+    pub(super) fn until(&self, attachments: usize) {
         let begin = Instant::now();
         while self.helper.attachments() != attachments {
             assert!(begin.elapsed() < PATIENCE, "{} attachments", self.helper.attachments());
@@ -183,31 +187,6 @@ fn applications_of_guests_of_one_network_are_linked() {
     service.stop();
 }
 
-/// One has the engine in its process, the other one that of the daemon: the helper passes their packets on.
-#[test]
-fn applications_of_one_guest_with_both_engines_meet() {
-    let (service, network) = (Service::start(1 << 30, 1 << 40).unwrap(), Default::default());
-    let machine = Machine::start(13, &service, &network);
-    let bind: super::super::Bind = "127.1.0.13:0".parse().unwrap();
-    let own = Options { bind: bind.clone(), attachment: Some("process".into()), ..machine.options() };
-    for daemon_begins in [false, true] {
-        let process = Node::open(&own).unwrap();
-        let served = Node::open(&Options { bind: bind.clone(), ..machine.options() }).unwrap();
-        let (a, b) = (process.endpoint(Some(0)).unwrap(), served.endpoint(Some(0)).unwrap());
-        let [a_peer, b_peer] = [&process, &served].map(|node| Peer { address: node.address(), endpoint: 0 });
-        if daemon_begins {
-            all_operations(&b, &a, b_peer, a_peer);
-        }
-        all_operations(&a, &b, a_peer, b_peer);
-        all_operations(&b, &a, b_peer, a_peer);
-        assert_eq!((a.attachment(b_peer), b.attachment(a_peer)), (Attachment::Udp, Attachment::Vm));
-        drop((a, b, process, served));
-        machine.until(0);
-    }
-    drop(machine);
-    service.stop();
-}
-
 #[test]
 fn engines_of_guests_seal_what_crosses_sealed_links() {
     let (service, network) = (Service::start(1 << 30, 1 << 40).unwrap(), Default::default());
@@ -265,7 +244,7 @@ fn what_the_daemon_says_reaches_the_application() {
     let refused = failure(&machine.options());
     assert!(refused.contains("daemon_engine = true"), "{refused}");
     *machine.refusal.lock() = None;
-    let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
+    let socket = UdpSocket::bind((machine.guest.own_ip(), 0)).unwrap();
     let taken = failure(&Options { bind: socket.local_addr().unwrap().into(), ..machine.options() });
     assert!(taken.contains("in use"), "{taken}");
     let absent = failure(&Options { meeting: Some("vnet-test-nobody".into()), ..machine.options() });

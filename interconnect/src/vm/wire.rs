@@ -31,10 +31,15 @@ const VERSION: u8 = 1;
 /// Magic, version, kind, reserved, attachment, token.
 const COMMON: usize = 32;
 const RUN: usize = 12;
-/// Longest datagram that fits a frame behind the fields of DATAGRAM.
-pub const DATAGRAM_MAX: usize = FRAME_MAX - ETHERNET - COMMON - ADDRESS - 2;
-/// Runs that fit a frame behind the fields of SHARE.
+/// What a frame of DATAGRAM has beside the datagram.
+pub(super) const DATAGRAM_MORE: usize = ETHERNET + COMMON + ADDRESS + 2;
+/// Longest frame that is sent: it fits an MTU of 1 280, the smallest one of IPv6.
+const SENT_MAX: usize = 1_280 + ETHERNET;
+/// Longest datagram in DATAGRAM.
+pub const DATAGRAM_MAX: usize = SENT_MAX - DATAGRAM_MORE;
+/// Runs that fit a frame behind the fields of SHARE, and how many are sent in one.
 pub(super) const RUNS_OF_FRAME: usize = (FRAME_MAX - ETHERNET - COMMON - 18) / RUN;
+pub(super) const RUNS_SENT: usize = (SENT_MAX - ETHERNET - COMMON - 18) / RUN;
 
 /// Contiguous guest physical pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -248,7 +253,8 @@ impl Message {
             10 => Body::Closed,
             11 => {
                 let (other, len) = (decode_address(&fields.take()?)?, fields.word()?);
-                Body::Datagram { other, bytes: fields.0.get(..len.into())?.to_vec() }
+                let bytes = fields.0.get(..len.into()).filter(|bytes| bytes.len() <= DATAGRAM_MAX)?;
+                Body::Datagram { other, bytes: bytes.to_vec() }
             }
             _ => return None,
         };

@@ -428,7 +428,8 @@ impl Engine {
 
     /// Lowers the maximum datagram size for peers at this address, also of an open channel.
     pub fn limit_datagram(&mut self, address: SocketAddr, bytes: usize) {
-        self.set_datagram(address, bytes);
+        let known = self.sizes.get(&address).map_or(self.config.datagram_max, |sizes| sizes.datagram);
+        self.set_datagram(address, bytes.min(known));
         let bytes = self.sizes.get(&address).map_or(bytes, |sizes| sizes.datagram);
         let channel = self.addresses.get(&address).copied().and_then(|number| self.channels.get_mut(number));
         if let Some(channel) = channel {

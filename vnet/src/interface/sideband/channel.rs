@@ -153,13 +153,14 @@ impl Sideband {
         }
         // No bridge returns a frame to where it came from, and the guest's own kernel would not send this one.
         match self.port_of(&message) {
-            Some(port) => port.mail.put(message),
+            Some(port) => port.mail.put(Message { is_own: true, ..message }),
             None => self.outbox.put(message),
         }
     }
 
     /// Hands a frame to the open port that it is for. Returns false if there is none, if too many wait, or if no guest may send such a frame.
     pub fn pass(&self, message: Message) -> bool {
+        let message = Message { is_own: true, ..message };
         self.takes(&message) && self.port_of(&message).is_some_and(|port| port.mail.put(message))
     }
 
@@ -175,7 +176,7 @@ impl Sideband {
     }
 
     fn port_of(&self, message: &Message) -> Option<Arc<Port>> {
-        let (_, to) = ends(&message.bytes)?;
+        let to = destination(&message.bytes)?;
         self.ports.read().iter().find(|port| port.address == to).cloned()
     }
 
@@ -260,7 +261,10 @@ impl Sideband {
             // One byte more shows that it is too long.
             batch.append_to(frame, CONTROL_MAX + 1, &mut bytes);
             let (len, offload) = (frame.len() as u64, Offload::default());
-            if bytes.len() <= CONTROL_MAX && self.admits() && self.control.put(Message { bytes, offload }) {
+            if bytes.len() <= CONTROL_MAX
+                && self.admits()
+                && self.control.put(Message { bytes, offload, is_own: true })
+            {
                 self.stats.delivered(1, len);
             } else {
                 drops.withdrawn(&self.stats, self.origin.port, DropReason::Sideband, len);
@@ -274,9 +278,8 @@ impl Sideband {
         let ports = self.ports.read();
         let (mut rest, mut count) = ([0; BATCH_MAX], 0);
         for (index, frame) in frames.frames() {
-            // One from the guest's own address cannot come from a network. The guest's kernel drops it.
-            let wanted = ends(frames.batch.head(frame)).filter(|(from, to)| *from != to.ip());
-            let port = ports.iter().find(|port| wanted.is_some_and(|(_, to)| port.address == to));
+            let wanted = destination(frames.batch.head(frame));
+            let port = ports.iter().find(|port| Some(port.address) == wanted);
             let Some(port) = port else {
                 rest[count] = index;
                 count += 1;
@@ -285,7 +288,7 @@ impl Sideband {
             let (len, offload) = (frame.len(), frame.offload);
             let mut bytes = Vec::with_capacity(len);
             frames.batch.append_to(frame, len, &mut bytes);
-            if port.mail.put(Message { bytes, offload }) {
+            if port.mail.put(Message { bytes, offload, is_own: false }) {
                 self.stats.delivered(1, len as u64);
             } else {
                 drops.dropped(&self.stats, DropReason::NoBuffer, index, 1);
@@ -303,13 +306,13 @@ fn is_control(head: &[u8]) -> bool {
     head.starts_with(&GROUP.0) && head.get(12..14) == Some(&ETHERTYPE.to_be_bytes())
 }
 
-/// Source and destination of an unfragmented UDP datagram.
-fn ends(head: &[u8]) -> Option<(IpAddr, SocketAddr)> {
+/// Destination of an unfragmented UDP datagram.
+fn destination(head: &[u8]) -> Option<SocketAddr> {
     let (offset, header) = ip::in_frame(head)?;
     if header.protocol != UDP || header.is_fragment() {
         return None;
     }
     let port: &[u8; 2] = head.get(offset + header.len + 2..)?.first_chunk()?;
-    let to = SocketAddr::new(header.destination(), u16::from_be_bytes(*port));
-    Some((header.source(), to))
+    let ip: IpAddr = header.destination();
+    Some(SocketAddr::new(ip, u16::from_be_bytes(*port)))
 }

@@ -17,6 +17,8 @@ pub struct Message {
     pub bytes: Vec<u8>,
     /// Its offload metadata.
     pub offload: Offload,
+    /// It comes from the guest itself, or from the program in its name, not from a network.
+    pub is_own: bool,
 }
 
 #[derive(Default)]
