@@ -46,15 +46,10 @@ _WAKING = f"processes that wake take most of the time, on the bare underlay, too
 _NEW_FLOWS = f"a kernel bridge without vnet keeps no more: the scanner's own time ({_CONTROL})"
 _LARGE = f"large messages cost 4 % more than between bare hosts; PTRANS and RandomAccess scatter ({_CONTROL})"
 _BARS = "[note](lab-notes/2026-11-27-interconnect-bars.md)"
-_PATH = (
-    f"plain UDP sockets on this path have native TCP's time; the engine adds 2 us, half of them system calls ({_BARS})"
-)
+_PATH = f"plain UDP sockets on this path have native TCP's time; the engine adds 1 to 2 us ({_BARS})"
 _NO_COPY = f"on this path not even a sender without copies reaches it ({_BARS})"
 _FASTER_TAP = f"the TAP path has become faster than the 45 us of a message that the bar assumes ({_BARS})"
-_SCATTERS = (
-    "large messages take longer, as above; four ranks on two processors wait for each other's time slices in a quarter "
-    f"of the runs ({_BARS})"
-)
+_SCATTERS = f"large messages take longer; four ranks on two processors wait for each other's time slices ({_BARS})"
 _ONE_HOST = f"a bell and the protocol's work take 12 % of the sender's time ({_BARS})"
 _BESIDE = (
     f"both guests have the same two processors; turns by nice have 2.0x and 2.4x, by SCHED_FIFO 0.9x and 1.0x ({_BARS})"
@@ -62,10 +57,7 @@ _BESIDE = (
 _VARIES = f"alternating turns of the same build have 0.78x, 0.85x and 1.01x ({_BARS})"
 _SPENT = f"the copies of a stream alone take more ({_BARS})"
 _LARGE_MESSAGES = f"the kernel's path with its two copies is TCP's, too, and the receiver copies once more ({_BARS})"
-_SEVERAL = (
-    "a message of several packets costs the engine 4 to 5 us more than sockets; the receiver of a large one copies "
-    f"its bytes once more ({_BARS})"
-)
+_SEVERAL = f"several packets cost 4 to 5 us more than with sockets; large messages are copied once more ({_BARS})"
 _GUESTS = "the emulated guests' own time ([note](lab-notes/2026-11-22-virtual-machine-latency.md))"
 
 
