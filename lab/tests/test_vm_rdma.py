@@ -69,8 +69,8 @@ def test_both_engines_meet_inside_one_machine(lab: Topology):
     start(guest, f"env VNET_RDMA_ATTACHMENT=process {PERF} server {name} once", Path("/tmp/own.log"), f"{name}/0")
     seen = figures(machine.execute(guest, *command("client", f"{name}/0", "65536", "1"), timeout_s=BOOT_S))
     print(f"vnetd's engine to that of a process: {seen}")
-    assert rdma_metric(lab.hosts[0], guest, "inside_packets_total") > 100
-    assert rdma_metric(lab.hosts[0], guest, "foreign_drops_total") == 0
+    assert rdma_metric(lab.hosts[0], guest, "relayed_packets_total") > 100
+    assert rdma_metric(lab.hosts[0], guest, "spoofed_drops_total") == 0
     assert (seen["attachment"], int(seen["messages"]) > 10) == ("vm", True)
     assert_nothing_is_left(lab)
 

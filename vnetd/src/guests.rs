@@ -269,8 +269,8 @@ impl Nic for GuestNic {
         Ok(Box::new(GuestDatagrams { sideband: Arc::clone(&self.sideband), port }))
     }
 
-    fn pass(&self, frame: GuestFrame) -> bool {
-        self.sideband.pass(to_message(frame))
+    fn inject(&self, frame: GuestFrame) -> bool {
+        self.sideband.inject(to_message(frame))
     }
 
     fn mtu(&self) -> usize {
@@ -358,7 +358,7 @@ impl Drop for GuestDatagrams {
 }
 
 fn to_message(frame: GuestFrame) -> Message {
-    let GuestFrame { bytes, partial_from, is_verified, segment, is_own } = frame;
+    let GuestFrame { bytes, partial_from, is_verified, segment, is_local } = frame;
     let is_partial = partial_from > 0;
     let flags = if is_partial { F_NEEDS_CSUM } else { 0 } | if is_verified { F_DATA_VALID } else { 0 };
     let offload = Offload {
@@ -369,15 +369,15 @@ fn to_message(frame: GuestFrame) -> Message {
         csum_start: partial_from,
         csum_offset: if is_partial { UDP_CHECKSUM } else { 0 },
     };
-    Message { bytes, offload, is_own }
+    Message { bytes, offload, is_local }
 }
 
 fn from_message(message: Message) -> GuestFrame {
-    let Message { bytes, offload, is_own } = message;
+    let Message { bytes, offload, is_local } = message;
     let partial_from = if offload.flags & F_NEEDS_CSUM != 0 { offload.csum_start } else { 0 };
     let is_verified = offload.flags & F_DATA_VALID != 0;
     let segment = if offload.gso_kind() == GSO_UDP_L4 { offload.gso_size } else { 0 };
-    GuestFrame { bytes, partial_from, is_verified, segment, is_own }
+    GuestFrame { bytes, partial_from, is_verified, segment, is_local }
 }
 
 #[cfg(test)]
@@ -412,7 +412,7 @@ mod tests {
             [(34, false, 1400), (34, false, 0), (0, true, 0), (0, false, 0)]
         {
             let frame =
-                GuestFrame { bytes: vec![1; 3000], partial_from, is_verified, segment, is_own: false };
+                GuestFrame { bytes: vec![1; 3000], partial_from, is_verified, segment, is_local: false };
             let message = to_message(frame.clone());
             assert_eq!(message.offload.checked(3000), Ok(message.offload));
             assert_eq!(from_message(message), frame);

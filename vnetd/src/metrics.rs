@@ -229,21 +229,25 @@ const RDMA_VALUES: [RdmaValue; 20] = [
     ("rdma_same_host", Some(Unit::Bytes), "Bytes of these packets", false, |c| c.same_host_bytes),
     ("rdma_in_packets", None, "Packets received for them", false, |c| c.packets_in),
     (
-        "rdma_inside_packets",
+        "rdma_relayed_packets",
         None,
-        "Packets between them and other applications of their virtual machine that its helper has passed on",
+        "Packets that the helper of their virtual machine relayed to and from applications with the process engine",
         false,
-        |c| c.inside.passed,
+        |c| c.relay.relayed,
     ),
-    ("rdma_inside_drops", None, "Those that were dropped: too long, or too many", false, |c| {
-        c.inside.dropped
-    }),
     (
-        "rdma_foreign_drops",
+        "rdma_relay_drops",
         None,
-        "Packets from the network that claimed an address of the virtual machine itself",
+        "Packets that it did not relay: too long, or beyond the rate limit",
         false,
-        |c| c.inside.foreign,
+        |c| c.relay.dropped,
+    ),
+    (
+        "rdma_spoofed_drops",
+        None,
+        "Packets from the network that were dropped because their source address is one of their virtual machine",
+        false,
+        |c| c.relay.spoofed,
     ),
     ("rdma_throttled_turns", None, "Turns after which they had used up their rate", false, |c| c.throttled),
     (

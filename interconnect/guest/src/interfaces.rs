@@ -43,7 +43,7 @@ pub fn ethernet() -> io::Result<Vec<Interface>> {
     Ok(found)
 }
 
-/// All addresses of the machine, also those of devices that peers do not reach.
+/// All local addresses, also of devices that are down or no Ethernet.
 pub fn addresses() -> io::Result<Vec<IpAddr>> {
     let of = |address: nix::sys::socket::SockaddrStorage| match address.as_sockaddr_in() {
         Some(v4) => Some(v4.ip().into()),

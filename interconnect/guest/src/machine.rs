@@ -12,20 +12,20 @@ use rustix::net::sockopt;
 use vnet_rdma::daemon::MacAddress;
 use vnet_rdma::vm::{ETHERTYPE, Machine, OWN, Pinned, Reserved};
 
-use crate::{inside, interfaces, neighbour, pin};
+use crate::{interfaces, loopback_filter, neighbour, pin};
 
 /// How often the kernel is asked to look for the same neighbour.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 /// Neighbours that are looked for at once.
 const LOOKED_FOR_MAX: usize = 1024;
-/// How long the machine's addresses count as known.
+/// How long the list of the machine's addresses is cached.
 const OWN_FRESH: Duration = Duration::from_secs(1);
-/// Bytes of frames or datagrams that wait at a socket, as the kernel counts them: 2 304 for each.
+/// Receive buffer of a socket in bytes. The kernel counts 2 304 for a frame.
 const RECEIVE_ROOM: usize = 1 << 20;
 /// Interval at which the same note is repeated at most.
 const NOTE_EVERY: Duration = Duration::from_secs(10);
 
-/// Gives a socket room for what arrives at once; without CAP_NET_ADMIN as much as the system allows.
+/// Enlarges a socket's receive buffer; without CAP_NET_ADMIN up to net.core.rmem_max.
 fn make_room(socket: impl AsFd) {
     if sockopt::set_socket_recv_buffer_size_force(&socket, RECEIVE_ROOM).is_err() {
         let _ = sockopt::set_socket_recv_buffer_size(&socket, RECEIVE_ROOM);
@@ -35,7 +35,7 @@ fn make_room(socket: impl AsFd) {
 /// This machine.
 pub struct LinuxMachine {
     packets: OwnedFd,
-    /// The machine's addresses, and when they were asked for.
+    /// Cached list of the machine's addresses, and when it was read.
     own: Mutex<(Vec<IpAddr>, Option<Instant>)>,
     looked_for: Mutex<HashMap<IpAddr, Instant>>,
     noted: Mutex<Option<(String, Instant)>>,
@@ -106,13 +106,13 @@ impl Machine for LinuxMachine {
         let none = || io::Error::from_raw_os_error(libc::EADDRNOTAVAIL);
         let (interface, ip) = interfaces::choose(&all, bind).ok_or_else(none)?;
         let socket = UdpSocket::bind((ip, bind.port()))?;
-        inside::only_from_inside(&socket)?;
+        loopback_filter::attach(&socket)?;
         make_room(&socket);
         let (address, index, mac) = (socket.local_addr()?, interface.index, interface.mac);
         Ok(Reserved { address, interface: index, mac, socket })
     }
 
-    fn is_own(&self, ip: IpAddr) -> bool {
+    fn is_local_address(&self, ip: IpAddr) -> bool {
         let (mut own, now) = (self.own.lock(), Instant::now());
         if own.1.is_none_or(|at| now.saturating_duration_since(at) >= OWN_FRESH)
             && let Ok(all) = interfaces::addresses()
@@ -124,10 +124,10 @@ impl Machine for LinuxMachine {
 
     fn resolve(&self, interface: u32, ip: IpAddr) -> Option<MacAddress> {
         if ip.is_loopback() {
-            // Whoever answers there has another address for the engine's own.
+            // A datagram of the engine's address to a loopback address is answered from another address, so the channel would not open.
             return None;
         }
-        if self.is_own(ip) {
+        if self.is_local_address(ip) {
             let all = interfaces::ethernet().ok()?;
             return all.iter().find(|known| known.index == interface).map(|known| known.mac);
         }

@@ -4,8 +4,8 @@
 //! finds its guest physical addresses, and passes them to the host's vnetd in control frames on the interface of the overlay
 //! (docs/interconnect.md). Processes of the machine also get shared memory between them.
 
-mod inside;
 mod interfaces;
+mod loopback_filter;
 mod machine;
 mod neighbour;
 mod pin;

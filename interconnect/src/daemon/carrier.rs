@@ -35,32 +35,32 @@ pub struct GuestFrame {
     pub is_verified: bool,
     /// Size of each datagram but the last, if the frame stands for several; otherwise 0.
     pub segment: u16,
-    /// It comes from the virtual machine itself, not from a network.
-    pub is_own: bool,
+    /// It was sent by the virtual machine itself, not received from the network.
+    pub is_local: bool,
 }
 
-/// What concerns packets between applications of one virtual machine, of which one has the engine in its process.
+/// Counters of packets that the helper relays between two applications of one virtual machine: one with the process engine, one with the daemon's.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct InsideCounters {
-    /// Packets that the helper has passed on, in both directions.
-    pub passed: u64,
-    /// Those that were dropped: too long, or too many.
+pub struct RelayCounters {
+    /// Packets that were relayed, in both directions.
+    pub relayed: u64,
+    /// Packets that were not relayed: too long, or beyond the rate limit.
     pub dropped: u64,
-    /// Packets from the network that claimed an address of the machine itself, and were dropped.
-    pub foreign: u64,
+    /// Packets from the network that were dropped because their source address is one of the machine's own.
+    pub spoofed: u64,
 }
 
-impl InsideCounters {
-    pub(crate) fn count(&mut self, is_passed: bool) {
-        *(if is_passed { &mut self.passed } else { &mut self.dropped }) += 1;
+impl RelayCounters {
+    pub(crate) fn count(&mut self, is_relayed: bool) {
+        *(if is_relayed { &mut self.relayed } else { &mut self.dropped }) += 1;
     }
 }
 
-impl std::ops::AddAssign for InsideCounters {
+impl std::ops::AddAssign for RelayCounters {
     fn add_assign(&mut self, other: Self) {
-        self.passed += other.passed;
+        self.relayed += other.relayed;
         self.dropped += other.dropped;
-        self.foreign += other.foreign;
+        self.spoofed += other.spoofed;
     }
 }
 
@@ -81,23 +81,23 @@ pub trait Datagrams: Send {
     /// MTU of the interface.
     fn mtu(&self) -> usize;
 
-    /// Whether somebody takes the datagrams to this other address of the machine in the same way.
+    /// Whether another port of this guest is open at this address: its application has the daemon's engine, too.
     fn reaches(&self, address: SocketAddr) -> bool;
 }
 
-/// Speaks to the helper in the virtual machine.
+/// Sends control frames to the helper in the virtual machine.
 pub(crate) trait ToHelper: Send {
     /// Asks for the MAC address of a peer.
     fn ask(&self, ip: IpAddr);
 
-    /// Has a datagram sent to an application of the machine. Returns false if it is too long, or if there are too many.
-    fn pass(&self, to: SocketAddr, bytes: &[u8]) -> bool;
+    /// Relays a datagram to an application of the machine with the process engine. Returns false if it is too long, or beyond the rate limit.
+    fn relay(&self, to: SocketAddr, bytes: &[u8]) -> bool;
 
-    /// Largest datagram that it passes on.
-    fn datagram_max(&self) -> usize;
+    /// Largest datagram that it relays, in bytes.
+    fn relayed_max(&self) -> usize;
 
-    /// Source of the frames with datagrams that it has passed on.
-    fn source(&self) -> MacAddress;
+    /// Source MAC address of frames that it has relayed.
+    fn relay_mac(&self) -> MacAddress;
 }
 
 /// MAC addresses of peers, as the virtual machine's kernel knows them. What arrives in frames is no source: whoever sends a datagram in a peer's
@@ -106,8 +106,8 @@ pub(crate) trait ToHelper: Send {
 pub(crate) struct Neighbours {
     known: HashMap<IpAddr, (MacAddress, Instant)>,
     asked: HashMap<IpAddr, Instant>,
-    /// Counted where packets to and from the machine's own addresses are.
-    pub(crate) inside: InsideCounters,
+    /// Counters of relayed packets. Here, because the thread of guests and that of the engine count.
+    pub(crate) relay: RelayCounters,
 }
 
 impl Neighbours {
@@ -184,29 +184,29 @@ impl GuestPort {
             let frame = self.datagrams.receive()?;
             let is_verified = frame.is_verified || frame.partial_from > 0;
             let Some(datagram) = parse(&frame.bytes, is_verified) else { continue };
-            if datagram.to != self.address || !frame.is_own && self.is_foreign(datagram.from.ip()) {
+            if datagram.to != self.address || !frame.is_local && self.is_spoofed(datagram.from.ip()) {
                 continue;
             }
             self.received = frame.bytes;
             let bytes = &mut self.received[datagram.payload];
             let segment = if frame.segment > 0 { frame.segment.into() } else { bytes.len().max(1) };
             let (from, congestion) = (datagram.from, datagram.congestion);
-            let is_passed_on = frame.is_own && datagram.from_mac == self.helper.source();
-            let way_back_max = is_passed_on.then(|| self.helper.datagram_max());
-            return Some(Received { from, bytes, segment, congestion, way_back_max });
+            let is_relayed = frame.is_local && datagram.from_mac == self.helper.relay_mac();
+            let reply_max = is_relayed.then(|| self.helper.relayed_max());
+            return Some(Received { from, bytes, segment, congestion, reply_max });
         }
     }
 
-    /// Whether this is an address of the machine itself, which a packet from the network cannot have. Counts it.
-    fn is_foreign(&self, from: IpAddr) -> bool {
+    /// Whether a packet from the network has a spoofed source address: one of the machine's own. Counts it.
+    fn is_spoofed(&self, from: IpAddr) -> bool {
         let mut neighbours = self.neighbours.lock();
-        let is_foreign = self.is_inside(from, &neighbours);
-        neighbours.inside.foreign += u64::from(is_foreign);
-        is_foreign
+        let is_spoofed = self.is_local(from, &neighbours);
+        neighbours.relay.spoofed += u64::from(is_spoofed);
+        is_spoofed
     }
 
-    /// Whether this is an address of the machine, as far as is known.
-    fn is_inside(&self, ip: IpAddr, neighbours: &Neighbours) -> bool {
+    /// Whether this is a local address of the machine: the engine's own, or one whose neighbour is the machine itself.
+    fn is_local(&self, ip: IpAddr, neighbours: &Neighbours) -> bool {
         ip == self.address.ip() || neighbours.known(ip) == Some(self.mac)
     }
 
@@ -265,8 +265,8 @@ impl GuestPort {
         let (at, mut bytes) = (headers_to(to), train.bytes);
         if to_mac == self.mac && !self.datagrams.reaches(to) {
             for datagram in bytes[at..].chunks(train.segment.max(1)) {
-                let is_passed = self.helper.pass(to, datagram);
-                self.neighbours.lock().inside.count(is_passed);
+                let is_relayed = self.helper.relay(to, datagram);
+                self.neighbours.lock().relay.count(is_relayed);
             }
             return;
         }
@@ -349,20 +349,19 @@ impl Carrier {
     pub(super) fn datagram_max_to(&self, peer: SocketAddr, bytes: usize) -> usize {
         let most = self.datagram_max();
         match self {
-            // In a virtual machine only the loopback device takes more than the interface. The helper may have to pass on what goes to
-            // the machine itself.
-            Carrier::Guest(port) if bytes > most || port.is_inside(peer.ip(), &port.neighbours.lock()) => {
-                bytes.min(port.helper.datagram_max())
+            // Only the guest's loopback device has a larger MTU than the interface. The helper may have to relay what goes to a local address.
+            Carrier::Guest(port) if bytes > most || port.is_local(peer.ip(), &port.neighbours.lock()) => {
+                bytes.min(port.helper.relayed_max())
             }
             _ => bytes.min(most),
         }
     }
 
-    /// What stayed inside the process's virtual machine.
-    pub(super) fn inside(&self) -> InsideCounters {
+    /// Counters of relayed packets.
+    pub(super) fn relay_counters(&self) -> RelayCounters {
         match self {
-            Carrier::Socket(_) => InsideCounters::default(),
-            Carrier::Guest(port) => port.neighbours.lock().inside,
+            Carrier::Socket(_) => RelayCounters::default(),
+            Carrier::Guest(port) => port.neighbours.lock().relay,
         }
     }
 

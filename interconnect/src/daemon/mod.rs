@@ -41,7 +41,7 @@ mod translation;
 pub(crate) mod udp_frame;
 
 pub use crate::proto::{ShareSettings, WEIGHT_MAX};
-pub use carrier::{Datagrams, GuestFrame, InsideCounters, MacAddress};
+pub use carrier::{Datagrams, GuestFrame, MacAddress, RelayCounters};
 pub use lent::Lent;
 pub(crate) use process::{Endpoint, Node};
 pub use room::{ContainerCounters, ContainerId, Note};

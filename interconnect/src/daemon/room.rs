@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::carrier::InsideCounters;
+use super::carrier::RelayCounters;
 use super::links::Links;
 use super::served::{Counts, End, EndpointReport, Served};
 use super::translation::Budget;
@@ -63,8 +63,8 @@ pub struct ContainerCounters {
     pub same_host_bytes: u64,
     /// How often the rate limit of an endpoint began to hold packets back.
     pub held_back: u64,
-    /// What stayed inside a virtual machine.
-    pub inside: InsideCounters,
+    /// Packets that the helper of a virtual machine relayed.
+    pub relay: RelayCounters,
     /// What was sealed and opened, and what was dropped because it could not be.
     pub seal: SealCounters,
 }
@@ -294,7 +294,7 @@ impl ContainerCounters {
         self.same_host_packets += counts.same_host_packets;
         self.same_host_bytes += counts.same_host_bytes;
         self.held_back += counts.held_back;
-        self.inside += counts.inside;
+        self.relay += counts.relay;
         self.seal += counts.seal;
     }
 }

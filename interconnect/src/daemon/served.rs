@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use super::carrier::{Carrier, InsideCounters};
+use super::carrier::{Carrier, RelayCounters};
 use super::entry::{Answer, Event, Extent, Submission, Task, ended};
 use super::lent::Inbox;
 use super::queue::Queues;
@@ -99,7 +99,7 @@ pub(super) struct Counts {
     pub(super) same_host_bytes: u64,
     /// How often the rate limit of an endpoint began to hold packets back.
     pub(super) held_back: u64,
-    pub(super) inside: InsideCounters,
+    pub(super) relay: RelayCounters,
     pub(super) seal: SealCounters,
 }
 
@@ -193,7 +193,7 @@ impl Served {
             let Some(mut received) = self.carrier.receive() else { break };
             worked = true;
             let (from, congestion) = (received.from, received.congestion);
-            if let Some(most) = received.way_back_max {
+            if let Some(most) = received.reply_max {
                 self.engine.limit_datagram(from, most);
             }
             for packet in segments_mut(&mut received) {
@@ -550,7 +550,7 @@ impl Served {
 
     pub(super) fn counts(&self) -> Counts {
         let (held_back, seal) = (self.engine.counters().held_back, self.seals.counters());
-        Counts { held_back, seal, inside: self.carrier.inside(), ..self.counts }
+        Counts { held_back, seal, relay: self.carrier.relay_counters(), ..self.counts }
     }
 
     pub(super) fn memory(&self) -> &Translation {

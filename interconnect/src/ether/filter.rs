@@ -49,8 +49,17 @@ fn program(port: u16) -> [libc::sock_filter; INSTRUCTIONS] {
 
 /// Attaches the filter of the node at `port` to its socket.
 pub(super) fn attach(socket: impl AsFd, port: u16) -> io::Result<()> {
-    let mut program = program(port);
-    let program = libc::sock_fprog { len: program.len() as u16, filter: program.as_mut_ptr() };
+    attach_filter(socket, &program(port))
+}
+
+/// Attaches a classic BPF program to a socket (SO_ATTACH_FILTER).
+///
+/// # Errors
+/// The kernel refuses the program, or has no memory.
+pub fn attach_filter(socket: impl AsFd, program: &[libc::sock_filter]) -> io::Result<()> {
+    // The kernel only reads the instructions.
+    let filter = program.as_ptr().cast_mut();
+    let program = libc::sock_fprog { len: program.len() as u16, filter };
     let len = size_of::<libc::sock_fprog>() as libc::socklen_t;
     // SAFETY: the kernel reads `len` bytes of the structure, which has this length, and the instructions that it names; both outlive the call.
     let result = unsafe {

@@ -23,6 +23,7 @@ pub mod frame;
 mod socket;
 
 pub use device::Refusal;
+pub use filter::attach_filter;
 pub(crate) use socket::Socket;
 
 #[cfg(test)]

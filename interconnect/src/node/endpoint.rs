@@ -208,7 +208,7 @@ impl Endpoint {
             if end.is_some_and(|end| now >= end) {
                 return None;
             }
-            // Others may be who gets them: they must not keep all threads of the node awake.
+            // With several threads, packets of one endpoint must not keep all of them polling.
             if heard && shared.waiting.load(Ordering::Relaxed) == 1 {
                 if heard_at != before {
                     self.patience.waited(now - heard_at);
@@ -290,7 +290,7 @@ impl Endpoint {
     }
 }
 
-/// A thread that waits, as long as it does.
+/// Counts a thread in `Shared::waiting` until it is dropped.
 struct Waits<'a>(&'a AtomicU32);
 
 impl<'a> Waits<'a> {

@@ -20,7 +20,7 @@ const LAST: u64 = 8;
 
 /// The waits of an endpoint.
 pub(super) struct Patience {
-    /// Moving average of the waits that took longer than a few polls, of the sleeps, and of the times between packets.
+    /// Moving average of the waits that took longer than a few polls, of the sleeps, and of the intervals between packets.
     average_ns: AtomicU64,
 }
 
@@ -44,7 +44,7 @@ impl Patience {
         (average_ns <= SOON_NS).then_some(average_ns * SOON_FACTOR)
     }
 
-    /// Counts a wait, a sleep, or a time without packets. If threads do so at once, one of their waits may not count.
+    /// Counts a wait, a sleep, or an interval without packets. If threads do so at once, one of their waits may not count.
     pub(super) fn waited(&self, ns: u64) {
         let average_ns = self.average_ns.load(Relaxed);
         self.average_ns.store((average_ns * (LAST - 1) + ns.min(LONGEST_NS)) / LAST, Relaxed);

@@ -44,8 +44,8 @@ pub(crate) struct Received<'a> {
     /// Size of each packet except the last.
     pub(crate) segment: usize,
     pub(crate) congestion: bool,
-    /// Largest datagram in bytes of the way back, if it takes less than the way to others.
-    pub(crate) way_back_max: Option<usize>,
+    /// Largest datagram in bytes that may be sent back to `from`, if it is smaller than that of other peers.
+    pub(crate) reply_max: Option<usize>,
 }
 
 /// What was received into the buffer, as in `Received`.
@@ -163,7 +163,7 @@ impl Socket {
             }
         }
         let Taken { from, len, segment, congestion } = taken?;
-        Some(Received { from, bytes: &mut self.buffer[..len], segment, congestion, way_back_max: None })
+        Some(Received { from, bytes: &mut self.buffer[..len], segment, congestion, reply_max: None })
     }
 
     /// Queues a packet. Sends the queued packets first if this packet does not fit into their train. `flush` sends the rest.

@@ -29,7 +29,7 @@ pub enum Event {
     Ring,
     /// The daemon asks for the MAC address of a peer.
     Ask(IpAddr),
-    /// The engine has sent a datagram to another application of the machine.
+    /// Relay this datagram of the engine to another application of the machine, at this address.
     Datagram(SocketAddr, Vec<u8>),
     /// The engine has ended, or the daemon is silent.
     Lost,
@@ -125,7 +125,8 @@ impl Client {
         }
     }
 
-    /// The frame with a datagram for the application, which `from` has sent: another one of the machine. `None`: the engine does not run.
+    /// Encodes a DATAGRAM frame: relays a datagram that another application of the machine, at `from`, has sent to this one. `None`: the engine does not
+    /// run.
     pub fn datagram(&self, from: SocketAddr, bytes: &[u8]) -> Option<Vec<u8>> {
         let body = Body::Datagram { other: from, bytes: bytes.to_vec() };
         let (attachment, token) = (self.attachment, self.token);

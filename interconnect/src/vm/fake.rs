@@ -245,10 +245,10 @@ impl Nic for FakeGuest {
         Ok(Box::new(FakePort { address, queue, network, mtu: self.mtu, clear_packets }))
     }
 
-    fn pass(&self, frame: GuestFrame) -> bool {
+    fn inject(&self, frame: GuestFrame) -> bool {
         let to = parse(&frame.bytes, true).map(|datagram| datagram.to);
         let port = to.and_then(|to| self.network.lock().get(&to).cloned());
-        port.inspect(|port| port.put(GuestFrame { is_own: true, ..frame })).is_some()
+        port.inspect(|port| port.put(GuestFrame { is_local: true, ..frame })).is_some()
     }
 
     fn mtu(&self) -> usize {
@@ -288,8 +288,8 @@ impl Datagrams for FakePort {
         let is_clear = !is_sealing(&frame.bytes[datagram.payload]);
         self.clear_packets.fetch_add(is_clear.into(), Ordering::Relaxed);
         let to = self.network.lock().get(&datagram.to).cloned();
-        let is_own = datagram.from.ip() == datagram.to.ip();
-        to.inspect(|to| to.put(GuestFrame { is_own, ..frame })).is_some()
+        let is_local = datagram.from.ip() == datagram.to.ip();
+        to.inspect(|to| to.put(GuestFrame { is_local, ..frame })).is_some()
     }
 
     fn receive(&mut self) -> Option<GuestFrame> {
@@ -346,12 +346,12 @@ impl Machine for FakeGuest {
         Ok(Reserved { address: socket.local_addr()?, interface: 1, mac: self.mac, socket })
     }
 
-    fn is_own(&self, ip: IpAddr) -> bool {
+    fn is_local_address(&self, ip: IpAddr) -> bool {
         ip == self.own_ip()
     }
 
     fn resolve(&self, _interface: u32, ip: IpAddr) -> Option<MacAddress> {
-        ip.is_loopback().then_some(if self.is_own(ip) { self.mac } else { [2, 9, 9, 9, 9, 9] })
+        ip.is_loopback().then_some(if self.is_local_address(ip) { self.mac } else { [2, 9, 9, 9, 9, 9] })
     }
 
     fn note(&self, text: &str) {

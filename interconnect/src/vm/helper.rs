@@ -2,8 +2,8 @@
 //!
 //! One thread runs [`Helper::run`]. Another one, of the meeting point, asks for attachments ([`Helper::attach`]) and waits until the daemon
 //! has answered. The memory of an application is pinned until the daemon has confirmed that it does not use it any more, also if
-//! the application is gone: its pages must not become somebody else's before. Datagrams between two applications of the machine pass here if only
-//! one has the daemon's engine (`relay.rs`).
+//! the application is gone: its pages must not become somebody else's before. The helper relays datagrams between
+//! two applications of the machine if only one has the daemon's engine (`relay.rs`).
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
@@ -57,7 +57,7 @@ pub struct Reserved {
     pub interface: u32,
     /// MAC address of the interface.
     pub mac: MacAddress,
-    /// Bound to the address. It gets what other applications of the machine send there, and nothing from elsewhere.
+    /// Bound to the address. It receives only by the loopback device: what other applications of the machine send to the address.
     pub socket: UdpSocket,
 }
 
@@ -84,10 +84,10 @@ pub trait Machine: Send + Sync {
     /// It is not the machine's, or taken.
     fn reserve(&self, bind: SocketAddr) -> io::Result<Reserved>;
 
-    /// Whether this is an address of the machine.
-    fn is_own(&self, ip: IpAddr) -> bool;
+    /// Whether this is a local address of the machine.
+    fn is_local_address(&self, ip: IpAddr) -> bool;
 
-    /// The MAC address of a peer, if it is known already; otherwise the machine looks for it. The machine's own addresses have that of the interface.
+    /// The MAC address of a peer, if it is known already; otherwise the machine looks for it. For local addresses it is that of the interface.
     fn resolve(&self, interface: u32, ip: IpAddr) -> Option<MacAddress>;
 
     /// Tells the administrator.
@@ -112,7 +112,7 @@ struct Attached {
 pub struct Helper {
     machine: Box<dyn Machine>,
     attached: Mutex<Vec<Attached>>,
-    /// Of the datagrams of all attachments.
+    /// Rate limit of datagrams that are relayed to the daemon, of all attachments.
     pace: Mutex<Pace>,
     wake: OwnedFd,
 }
@@ -194,7 +194,7 @@ impl Helper {
         self.hear_daemon(&mut attached);
         let now = Instant::now();
         let mut next = now + SLEEP_MAX;
-        // Who sends much has its turn, but not always the first one.
+        // Round robin: otherwise a busy first attachment would use up the rate limit.
         let others = attached.len().min(1);
         attached.rotate_left(others);
         for known in attached.iter_mut() {
@@ -271,8 +271,8 @@ impl Helper {
                     known.unresolved.push((ip, now + RESOLVE_WITHIN));
                 }
             }
-            Event::Datagram(to, bytes) if to.ip().is_loopback() || self.machine.is_own(to.ip()) => {
-                // What its socket does not take counts as lost, as in a network.
+            Event::Datagram(to, bytes) if to.ip().is_loopback() || self.machine.is_local_address(to.ip()) => {
+                // A datagram that a full socket buffer drops counts as lost in the network.
                 let _ = known.socket.send_to(&bytes, to);
             }
             Event::Datagram(..) => {}
@@ -285,18 +285,18 @@ impl Helper {
         }
     }
 
-    /// Passes on what other applications of the machine have sent to this one.
+    /// Relays datagrams that other applications of the machine have sent to this one.
     fn relay(&self, known: &Attached, now: Instant) {
         let mut buffer = [0; DATAGRAM_MAX + 1];
         for _ in 0..DATAGRAMS {
-            // They wait in the socket until the engine runs, and until there is room.
+            // They wait in the socket's buffer until the engine runs, and while the rate limit is used up.
             if !known.client.is_running() || self.pace.lock().full_until(now).is_some() {
                 return;
             }
             let Ok((len, from)) = known.socket.recv_from(&mut buffer) else { return };
             self.pace.lock().takes(now);
             if len > DATAGRAM_MAX {
-                // No packet of the interconnect.
+                // A peer of the interconnect knows the limit from WELCOME.
                 let what = "datagrams from inside the machine for an application were dropped";
                 self.machine.note(&format!("{what}: they have more than {DATAGRAM_MAX} bytes"));
                 continue;

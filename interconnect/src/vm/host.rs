@@ -19,8 +19,8 @@ use super::per_second::PerSecond;
 use super::questions::Questions;
 use super::relay::Pace;
 use super::wire::{
-    Body, DATAGRAM_MAX, DATAGRAM_MORE, Message, OWN, PAGE, QUEUES, QUEUES_BYTES, RUNS_MAX, Run, ShareState,
-    Token,
+    Body, DATAGRAM_HEADERS, DATAGRAM_MAX, Message, OWN, PAGE, QUEUES, QUEUES_BYTES, RUNS_MAX, Run,
+    ShareState, Token,
 };
 use crate::daemon::carrier::{GuestPort, Neighbours, ToHelper};
 use crate::daemon::lent::Inbox;
@@ -88,13 +88,13 @@ struct Attachment {
     is_closing: bool,
 }
 
-/// Speaks to the helper for an engine.
+/// Control frames of an engine to the helper.
 struct Caller {
     nic: Arc<dyn Nic>,
     mac: MacAddress,
     attachment: u64,
     token: Token,
-    /// Of the datagrams to all applications of the machine.
+    /// Rate limit of datagrams that are relayed to the helper, of all attachments.
     pace: Arc<Mutex<Pace>>,
 }
 
@@ -110,19 +110,19 @@ impl ToHelper for Caller {
         self.tell(Body::Ask(ip));
     }
 
-    fn pass(&self, to: SocketAddr, bytes: &[u8]) -> bool {
-        let may = bytes.len() <= self.datagram_max() && self.pace.lock().takes(Instant::now());
+    fn relay(&self, to: SocketAddr, bytes: &[u8]) -> bool {
+        let may = bytes.len() <= self.relayed_max() && self.pace.lock().takes(Instant::now());
         if may {
             self.tell(Body::Datagram { other: to, bytes: bytes.to_vec() });
         }
         may
     }
 
-    fn datagram_max(&self) -> usize {
-        DATAGRAM_MAX.min((self.nic.mtu() + ETHERNET).saturating_sub(DATAGRAM_MORE))
+    fn relayed_max(&self) -> usize {
+        DATAGRAM_MAX.min((self.nic.mtu() + ETHERNET).saturating_sub(DATAGRAM_HEADERS))
     }
 
-    fn source(&self) -> MacAddress {
+    fn relay_mac(&self) -> MacAddress {
         OWN
     }
 }
@@ -138,7 +138,7 @@ pub struct GuestHost {
     opened: PerSecond,
     /// When revocations were looked for last.
     looked_at: Option<Instant>,
-    /// Of datagrams that the helper is to pass on.
+    /// Rate limit of datagrams that are relayed to the helper.
     pace: Arc<Mutex<Pace>>,
 }
 
@@ -450,7 +450,7 @@ impl Attachment {
         ShareState::More
     }
 
-    /// Hands the engine a datagram of another application of the machine, as the frame that would have carried it.
+    /// Relays a datagram of another application of the machine to the engine, in the frame that a network would have carried.
     fn relay(&self, nic: &dyn Nic, now: Instant, other: SocketAddr, bytes: &[u8]) {
         if self.running.is_none() {
             return;
@@ -459,11 +459,11 @@ impl Attachment {
         let Some(headers) = Headers::new(&ends, bytes.len()) else { return };
         let headers = headers.as_bytes();
         let (bytes, partial_from) = ([headers, bytes].concat(), (headers.len() - UDP) as u16);
-        let frame = GuestFrame { bytes, partial_from, is_own: true, ..GuestFrame::default() };
-        // Before the engine has it: the answer goes back by the helper.
+        let frame = GuestFrame { bytes, partial_from, is_local: true, ..GuestFrame::default() };
+        // Before the engine receives it: answers are relayed, too.
         self.neighbours.lock().learn(other.ip(), self.mac, now);
-        let is_passed = nic.pass(frame);
-        self.neighbours.lock().inside.count(is_passed);
+        let is_relayed = nic.inject(frame);
+        self.neighbours.lock().relay.count(is_relayed);
     }
 
     /// Hears the engine.

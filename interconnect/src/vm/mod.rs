@@ -20,7 +20,7 @@
 //! - `client.rs`: an attachment on the helper's side, without I/O;
 //! - `helper.rs`: the helper's loop, over a machine's own ways to pin pages and send frames;
 //! - `host.rs`: the daemon's side of one guest, where all input is hostile; `nic.rs`: what it needs of the interface;
-//! - `relay.rs`: datagrams between applications of one machine, if only one has the daemon's engine;
+//! - `relay.rs`: rate limit of datagrams that are relayed between applications of one machine, if only one has the daemon's engine;
 //! - `questions.rs`: keys of what crosses sealed links; `per_second.rs`: a bound for what a guest may do in a second;
 //! - `fuzz.rs`, `hostile.rs`: hostile guests, for tests.
 //!

@@ -31,10 +31,10 @@ pub trait Nic: Send + Sync {
     /// Taken (`AddrInUse`), or no descriptors.
     fn open(&self, address: SocketAddr) -> io::Result<Box<dyn Datagrams>>;
 
-    /// Hands a frame of the guest itself to whoever takes the datagrams to its destination. Returns false if nobody does.
-    fn pass(&self, frame: GuestFrame) -> bool;
+    /// Delivers a frame to the open port of its destination address, as from the guest itself. Returns false if no port is open, or if its queue is full.
+    fn inject(&self, frame: GuestFrame) -> bool;
 
-    /// MTU of the interface.
+    /// MTU of the interface in bytes.
     fn mtu(&self) -> usize;
 
     /// How packets between these stations leave this host.

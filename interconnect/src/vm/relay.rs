@@ -1,38 +1,40 @@
-//! How fast helper and daemon pass on datagrams between applications of its machine, of which one has the engine in its process and the other one that
-//! of the daemon.
+//! The relay inside a virtual machine: datagrams between an application with the process engine and one with the daemon's engine.
 //!
-//! The kernel of the machine delivers them by the loopback device, to the socket that reserves the attachment's address. The helper puts each into
-//! a control frame, and the daemon hands it to the engine as if it had come from the network; the other direction likewise. A network could
-//! not carry them: no bridge returns a frame to where it came from.
+//! ```text
+//!   process engine <-- UDP, loopback device --> helper <-- DATAGRAM frames --> daemon <-- UDP in Ethernet frames --> daemon's engine
+//! ```
+//!
+//! The helper's socket is bound to the attachment's address, so the kernel delivers datagrams to it by the loopback device. No bridge could forward
+//! them: it never returns a frame to the port that it came from. Here is the rate limit; `helper.rs` and `host.rs` relay.
 
 use std::time::{Duration, Instant};
 
-/// The daemon takes 20 000 control frames of a guest in a second. Datagrams have three quarters of them, so that bells and signs of life go on. The
-/// daemon sends no more than that, either, because each costs its thread a frame, however short it is.
+/// Interval of relayed datagrams at the rate limit: 15 000 in a second, in each direction. vnetd drops more than 20 000 control frames of a guest in a
+/// second; the rest is for bells and keep-alives. The engine's thread spends a frame on each datagram, however short it is.
 const INTERVAL: Duration = Duration::from_micros(66);
-/// What may be sent at once: half of the frames that may wait at the daemon, or in the helper's socket.
+/// Burst: 128 datagrams, half of vnetd's queue of control frames.
 const BURST: Duration = Duration::from_micros(66 * 128);
 
-/// Bounds the rate of datagrams (the generic cell rate algorithm of ITU-T I.371).
+/// Rate limit of datagrams: the generic cell rate algorithm (ITU-T I.371).
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Pace {
-    /// When the datagrams until now would have been sent at the bound's even rate.
-    even_until: Option<Instant>,
+    /// Theoretical arrival time of the next datagram.
+    arrival: Option<Instant>,
 }
 
 impl Pace {
-    /// Counts a datagram, unless it has to wait. Returns whether it was counted.
+    /// Takes a datagram, unless it exceeds the rate limit. Returns whether it was taken.
     pub(super) fn takes(&mut self, now: Instant) -> bool {
         let may = self.full_until(now).is_none();
         if may {
-            self.even_until = Some(self.even_until.map_or(now, |at| at.max(now)) + INTERVAL);
+            self.arrival = Some(self.arrival.map_or(now, |at| at.max(now)) + INTERVAL);
         }
         may
     }
 
-    /// When the next datagram may be sent, if not now.
+    /// When the next datagram conforms to the rate limit, if not now.
     pub(super) fn full_until(&self, now: Instant) -> Option<Instant> {
-        self.even_until.filter(|at| *at > now + BURST).map(|at| at - BURST)
+        self.arrival.filter(|at| *at > now + BURST).map(|at| at - BURST)
     }
 }
 

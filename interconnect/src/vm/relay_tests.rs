@@ -1,8 +1,8 @@
-//! Applications of one guest, of which one has the engine in its process and the other one that of the daemon.
+//! The relay between an application with the process engine and one with the daemon's engine, in one guest.
 
 use crate::daemon::tests::all_operations;
 use crate::daemon::udp_frame::{Ends, Headers};
-use crate::daemon::{GuestFrame, InsideCounters, Service};
+use crate::daemon::{GuestFrame, RelayCounters, Service};
 use crate::node::Attachment;
 use crate::{Endpoint, Node, Options, Peer};
 
@@ -17,14 +17,14 @@ fn open(options: &Options) -> (Node, Endpoint, Peer) {
     (node, endpoint, peer)
 }
 
-fn inside(service: &Service) -> InsideCounters {
-    service.counters().iter().fold(InsideCounters::default(), |mut sum, counters| {
-        sum += counters.inside;
+fn relayed(service: &Service) -> RelayCounters {
+    service.counters().iter().fold(RelayCounters::default(), |mut sum, counters| {
+        sum += counters.relay;
         sum
     })
 }
 
-/// Whoever begins, and whatever fits into the interface's frames.
+/// Either side opens the channel, at the smallest and the largest MTU.
 #[test]
 fn they_meet() {
     let service = Service::start(1 << 30, 1 << 40).unwrap();
@@ -34,7 +34,7 @@ fn they_meet() {
         let machine = Machine::of(guest, &service);
         let own = Options { attachment: Some("process".into()), ..machine.options() };
         for daemon_begins in [false, true] {
-            let before = inside(&service);
+            let before = relayed(&service);
             let (process, a, a_peer) = open(&own);
             let (served, b, b_peer) = open(&machine.options());
             if daemon_begins {
@@ -45,10 +45,10 @@ fn they_meet() {
             assert_eq!((a.attachment(b_peer), b.attachment(a_peer)), (Attachment::Udp, Attachment::Vm));
             drop((a, b, process, served));
             machine.until(0);
-            assert!(inside(&service).passed > before.passed + 100, "MTU {mtu}: {:?}", inside(&service));
+            assert!(relayed(&service).relayed > before.relayed + 100, "MTU {mtu}: {:?}", relayed(&service));
         }
     }
-    assert_eq!(inside(&service).foreign, 0);
+    assert_eq!(relayed(&service).spoofed, 0);
     service.stop();
 }
 
@@ -57,14 +57,14 @@ fn a_network_has_no_packet_from_inside() {
     let (service, network) = (Service::start(1 << 30, 1 << 40).unwrap(), Default::default());
     let machine = Machine::start(16, &service, &network);
     let (node, endpoint, peer) = open(&machine.options());
-    let forged = |is_own| {
+    let forged = |is_local| {
         let from = (machine.guest.own_ip(), 9).into();
         let ends = Ends { from, from_mac: super::OWN, to: peer.address, to_mac: machine.guest.mac };
         let headers = Headers::new(&ends, 16).unwrap();
         let bytes = [headers.as_bytes(), &[0x12; 16]].concat();
-        let frame = GuestFrame { bytes, partial_from: 34, is_own, ..GuestFrame::default() };
-        match is_own {
-            true => assert!(machine.guest.pass(frame)),
+        let frame = GuestFrame { bytes, partial_from: 34, is_local, ..GuestFrame::default() };
+        match is_local {
+            true => assert!(machine.guest.inject(frame)),
             false => network.lock()[&peer.address].put(frame),
         }
     };
@@ -72,14 +72,14 @@ fn a_network_has_no_packet_from_inside() {
     let until = |what: &dyn Fn() -> bool| {
         let begin = std::time::Instant::now();
         while !what() {
-            assert!(begin.elapsed() < super::tests::PATIENCE, "{:?}", inside(&service));
+            assert!(begin.elapsed() < super::tests::PATIENCE, "{:?}", relayed(&service));
             std::thread::sleep(std::time::Duration::from_millis(2));
         }
     };
     forged(true);
     until(&|| received() == 1);
     forged(false);
-    until(&|| inside(&service).foreign == 1);
+    until(&|| relayed(&service).spoofed == 1);
     assert_eq!(received(), 1);
     drop((endpoint, node, machine));
     service.stop();

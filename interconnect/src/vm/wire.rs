@@ -31,13 +31,13 @@ const VERSION: u8 = 1;
 /// Magic, version, kind, reserved, attachment, token.
 const COMMON: usize = 32;
 const RUN: usize = 12;
-/// What a frame of DATAGRAM has beside the datagram.
-pub(super) const DATAGRAM_MORE: usize = ETHERNET + COMMON + ADDRESS + 2;
+/// Bytes of a DATAGRAM frame in front of the datagram.
+pub(super) const DATAGRAM_HEADERS: usize = ETHERNET + COMMON + ADDRESS + 2;
 /// Longest frame that is sent: it fits an MTU of 1 280, the smallest one of IPv6.
 const SENT_MAX: usize = 1_280 + ETHERNET;
-/// Longest datagram in DATAGRAM.
-pub const DATAGRAM_MAX: usize = SENT_MAX - DATAGRAM_MORE;
-/// Runs that fit a frame behind the fields of SHARE, and how many are sent in one.
+/// Longest datagram of a DATAGRAM frame, in bytes.
+pub const DATAGRAM_MAX: usize = SENT_MAX - DATAGRAM_HEADERS;
+/// Maximum number of runs of a SHARE frame that is received, and of one that is sent.
 pub(super) const RUNS_OF_FRAME: usize = (FRAME_MAX - ETHERNET - COMMON - 18) / RUN;
 pub(super) const RUNS_SENT: usize = (SENT_MAX - ETHERNET - COMMON - 18) / RUN;
 
@@ -116,12 +116,11 @@ pub enum Body {
     Ask(IpAddr),
     /// Helper: the MAC address of a peer.
     Neighbour(IpAddr, MacAddress),
-    /// Both: a datagram between the attachment's application and another one of the machine, which has the engine in its process. No network carries
-    /// it: no bridge returns a frame to where it came from.
+    /// Both: relays a datagram between the attachment's application and another one of the machine, which has the process engine.
     Datagram {
-        /// Address of the other one.
+        /// Address of the application with the process engine.
         other: SocketAddr,
-        /// The datagram's payload.
+        /// UDP payload.
         bytes: Vec<u8>,
     },
     /// Helper: ends the attachment.

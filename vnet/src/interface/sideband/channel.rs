@@ -153,18 +153,19 @@ impl Sideband {
         }
         // No bridge returns a frame to where it came from, and the guest's own kernel would not send this one.
         match self.port_of(&message) {
-            Some(port) => port.mail.put(Message { is_own: true, ..message }),
+            Some(port) => port.mail.put(Message { is_local: true, ..message }),
             None => self.outbox.put(message),
         }
     }
 
-    /// Hands a frame to the open port that it is for. Returns false if there is none, if too many wait, or if no guest may send such a frame.
-    pub fn pass(&self, message: Message) -> bool {
-        let message = Message { is_own: true, ..message };
+    /// Delivers a frame to the open port of its destination address, as from the guest itself. Returns false if no port is open, if its queue is full, or if
+    /// no guest may send such a frame.
+    pub fn inject(&self, message: Message) -> bool {
+        let message = Message { is_local: true, ..message };
         self.takes(&message) && self.port_of(&message).is_some_and(|port| port.mail.put(message))
     }
 
-    /// Whether the datagrams to this address are taken by an open port.
+    /// Whether a port is open at this address.
     pub fn has_port(&self, address: SocketAddr) -> bool {
         self.ports.read().iter().any(|port| port.address == address)
     }
@@ -263,7 +264,7 @@ impl Sideband {
             let (len, offload) = (frame.len() as u64, Offload::default());
             if bytes.len() <= CONTROL_MAX
                 && self.admits()
-                && self.control.put(Message { bytes, offload, is_own: true })
+                && self.control.put(Message { bytes, offload, is_local: true })
             {
                 self.stats.delivered(1, len);
             } else {
@@ -288,7 +289,7 @@ impl Sideband {
             let (len, offload) = (frame.len(), frame.offload);
             let mut bytes = Vec::with_capacity(len);
             frames.batch.append_to(frame, len, &mut bytes);
-            if port.mail.put(Message { bytes, offload, is_own: false }) {
+            if port.mail.put(Message { bytes, offload, is_local: false }) {
                 self.stats.delivered(1, len as u64);
             } else {
                 drops.dropped(&self.stats, DropReason::NoBuffer, index, 1);

@@ -17,8 +17,8 @@ pub struct Message {
     pub bytes: Vec<u8>,
     /// Its offload metadata.
     pub offload: Offload,
-    /// It comes from the guest itself, or from the program in its name, not from a network.
-    pub is_own: bool,
+    /// It was sent by the guest, or by the program in the guest's name; false: it was received from the network.
+    pub is_local: bool,
 }
 
 #[derive(Default)]

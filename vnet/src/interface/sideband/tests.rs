@@ -148,7 +148,7 @@ fn what_the_program_sends_enters_in_turn_with_the_guests_frames() {
     let poller = Poller::new().unwrap();
     world.source.watch(poller.waker(5));
     assert!(world.source.rest());
-    let message = |mark| Message { bytes: plain(mark).0, offload: Offload::default(), is_own: false };
+    let message = |mark| Message { bytes: plain(mark).0, offload: Offload::default(), is_local: false };
     assert!(world.sideband.send(message(7)));
     let mut woken = vec![];
     poller.wait(Some(Duration::ZERO), |token| woken.push(token)).unwrap();
@@ -168,7 +168,7 @@ fn what_the_program_sends_enters_in_turn_with_the_guests_frames() {
 fn no_guest_could_send_more() {
     let mut world = World::new();
     let sends =
-        |len: usize, offload| world.sideband.send(Message { bytes: vec![2; len], offload, is_own: false });
+        |len: usize, offload| world.sideband.send(Message { bytes: vec![2; len], offload, is_local: false });
     let uso = Offload {
         flags: F_NEEDS_CSUM,
         gso_type: GSO_UDP_L4,
@@ -183,7 +183,11 @@ fn no_guest_could_send_more() {
     assert!((0..10_000).filter(|_| sends(60, Offload::default())).count() < 1024);
     assert_eq!(world.enter().len(), 64);
     world.interface.stop();
-    assert!(!world.sideband.send(Message { bytes: plain(1).0, offload: Offload::default(), is_own: false }));
+    assert!(!world.sideband.send(Message {
+        bytes: plain(1).0,
+        offload: Offload::default(),
+        is_local: false
+    }));
     assert!(world.sideband.is_stopped() && world.is_readable());
 }
 
@@ -211,7 +215,7 @@ fn datagrams_to_an_open_port_do_not_reach_the_guest() {
         world.deliver(&frames);
         assert_eq!(world.fake.take(), [datagram(other, 0), plain(1)]);
         let taken = port.take().unwrap();
-        assert_eq!((taken.bytes, taken.is_own), (datagram(address, 0).0, false));
+        assert_eq!((taken.bytes, taken.is_local), (datagram(address, 0).0, false));
         assert!(port.take().is_some() && port.take().is_none());
         if address.is_ipv4() {
             world.deliver(&[datagram(address, 0x2000), datagram(address, 1)]);
@@ -224,15 +228,15 @@ fn datagrams_to_an_open_port_do_not_reach_the_guest() {
     // From one port of the guest to another: no frame enters the core.
     let port = world.sideband.open("10.0.0.1:7000".parse().unwrap()).unwrap().unwrap();
     let (bytes, offload) = datagram("10.0.0.1:7000".parse().unwrap(), 0);
-    assert!(world.sideband.send(Message { bytes: bytes.clone(), offload, is_own: false }));
-    assert_eq!(port.take().map(|message| (message.bytes, message.is_own)), Some((bytes.clone(), true)));
-    // By the program itself; without a port the guest does not get it.
-    assert!(world.sideband.pass(Message { bytes: bytes.clone(), offload, is_own: false }));
-    assert_eq!(port.take().map(|message| (message.bytes, message.is_own)), Some((bytes.clone(), true)));
+    assert!(world.sideband.send(Message { bytes: bytes.clone(), offload, is_local: false }));
+    assert_eq!(port.take().map(|message| (message.bytes, message.is_local)), Some((bytes.clone(), true)));
+    // Injected by the program: only an open port gets it, never the guest.
+    assert!(world.sideband.inject(Message { bytes: bytes.clone(), offload, is_local: false }));
+    assert_eq!(port.take().map(|message| (message.bytes, message.is_local)), Some((bytes.clone(), true)));
     assert!(world.sideband.has_port("10.0.0.1:7000".parse().unwrap()));
     port.close();
     assert!(!world.sideband.has_port("10.0.0.1:7000".parse().unwrap()));
-    assert!(!world.sideband.pass(Message { bytes, offload, is_own: false }));
+    assert!(!world.sideband.inject(Message { bytes, offload, is_local: false }));
     assert_eq!(world.fake.take(), []);
     let open = |port: u16| world.sideband.open((std::net::Ipv4Addr::LOCALHOST, port).into()).unwrap();
     let ports: Vec<_> = (1..100).filter_map(open).collect();
